@@ -1,0 +1,1 @@
+"""What devices cost: recorded operation tables and device specifications."""

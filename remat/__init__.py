@@ -1,0 +1,1 @@
+"""remat: train neural networks that do not fit in memory."""

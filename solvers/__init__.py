@@ -1,0 +1,1 @@
+"""Schedules for tensor rematerialization.  No TensorFlow in here."""

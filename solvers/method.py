@@ -1,0 +1,106 @@
+"""What every solving method takes and gives back.
+
+A method is a function ``(Problem, Monitor) -> Outcome``.  It only proposes:
+``solve`` in this package judges every proposed schedule with the simulator
+before anyone sees it, and turns the outcome into a ``Result``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .graph import Graph
+from .schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be solved.
+
+    Attributes:
+      graph: the graph.
+      budget: bytes that the peak may reach.
+      minimize: "cost" (within ``budget``), or "peak" (within ``max_overhead``).
+      max_overhead: largest allowed overhead as a fraction, or None.
+      seed: of every random choice.
+      workers: processors that may be used.
+      start: a schedule to improve on, or None.
+      options: settings of one method, by name.
+    """
+
+    graph: Graph
+    budget: int
+    minimize: Literal["cost", "peak"] = "cost"
+    max_overhead: float | None = None
+    seed: int = 0
+    workers: int = 1
+    start: Schedule | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a method found.
+
+    Attributes:
+      schedule: the best schedule found, or None.
+      lower_bound: a proven least cost in seconds (None: no useful bound).
+      infeasible: True if it is proven that no schedule fits the budget.
+      message: one sentence for people.
+    """
+
+    schedule: Schedule | None
+    lower_bound: float | None = None
+    infeasible: bool = False
+    message: str = ""
+
+
+class Monitor:
+    """Carries time, interruption and progress between ``solve`` and a method."""
+
+    def __init__(
+        self,
+        time_limit: float | None = None,
+        on_schedule: Callable[[Schedule], None] | None = None,
+        on_bound: Callable[[float], None] | None = None,
+    ) -> None:
+        self._started = time.monotonic()
+        self._time_limit = time_limit
+        self._on_schedule = on_schedule
+        self._on_bound = on_bound
+        self._stop = threading.Event()
+
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._started
+
+    def remaining(self) -> float:
+        """Seconds left (infinite without a limit), never below 0."""
+        if self._time_limit is None:
+            return float("inf")
+        return max(0.0, self._time_limit - self.elapsed())
+
+    def stop(self) -> None:
+        """Asks the method to return its best so far (Ctrl-C, SIGTERM)."""
+        self._stop.set()
+
+    def should_stop(self) -> bool:
+        """Whether the method should return now."""
+        return self._stop.is_set() or self.remaining() <= 0
+
+    def found(self, schedule: Schedule) -> None:
+        """Reports a schedule; the receiver judges it."""
+        if self._on_schedule is not None:
+            self._on_schedule(schedule)
+
+    def bounded(self, lower_bound: float) -> None:
+        """Reports a proven lower bound in seconds."""
+        if self._on_bound is not None:
+            self._on_bound(lower_bound)
+
+
+Method = Callable[[Problem, Monitor], Outcome]
