@@ -1,0 +1,566 @@
+"""What operations cost on the device at hand, by micro-benchmarks.
+
+Each distinct operation is run by itself: a function that holds copies of the
+one operation, chained by control edges so that they run one after the other,
+with Grappler off so that they stay apart.  The time of an empty function is
+subtracted; what remains holds the executor's own few microseconds, which the
+operation also costs in a step.
+
+Memory never holds more than the inputs and outputs of one operation, so a
+step that does not fit can still be priced.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2, function_pb2, node_def_pb2, op_def_pb2
+from tensorflow.core.protobuf import config_pb2
+from tensorflow.python.eager import context, execute
+from tensorflow.python.framework import op_def_registry
+
+from .profiles.signature import OpSignature, TensorType
+from .profiles.table import Row
+
+CLOCK = "time.perf_counter around a synchronised function, less an empty one"
+
+# Integer inputs of these attribute types say what to compute (axes, shapes, pads),
+# as do inputs whose type is fixed to an integer; other integer inputs are data.
+_PARAMETER_TYPES = frozenset(
+    "Tidx Tperm Tpaddings Tmultiples Tshape Index index_type Taxis Tdim Tlen Tk Tshift "
+    "Tnumsegments Tsize".split()
+)
+# Inputs that repeat the shape of the output: known even where they are computed at run time.
+_OUTPUT_SHAPE = frozenset(
+    "shape dims input_sizes filter_sizes orig_input_shape out_shape".split()
+)
+_LARGEST_VALUE = 64  # elements of a constant that a signature carries
+# Attributes that name things or seed them, without a say in what is computed.
+_INERT_ATTRS = frozenset(
+    "container shared_name names seed seed2 device allowed_devices debug_name message".split()
+)
+_NOT_COMPUTED = frozenset(
+    "Const Placeholder NoOp VarHandleOp _Arg _Retval".split()
+)
+_INDEX_BOUNDS: Mapping[str, Callable[[OpSignature], int]] = {
+    "GatherV2": lambda s: s.inputs[0].shape[(s.inputs[2].value or (0,))[0]],
+    "Gather": lambda s: s.inputs[0].shape[0],
+    "GatherNd": lambda s: min(s.inputs[0].shape[: s.inputs[1].shape[-1]], default=1),
+    "ScatterNd": lambda s: min(s.outputs[0].shape[: s.inputs[0].shape[-1]], default=1),
+    "UnsortedSegmentSum": lambda s: s.outputs[0].shape[0],
+    "SparseSoftmaxCrossEntropyWithLogits": lambda s: s.inputs[0].shape[-1],
+    "OneHot": lambda s: (s.inputs[1].value or (1,))[0],
+}
+_TIME_IS_UP = "time was up before its turn"
+
+
+class UnmeasurableError(ValueError):
+    """An operation that cannot be run by itself; the message says why."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What ``measure_operations`` found.
+
+    Attributes:
+      rows: one a measured operation.
+      reasons: why each other one has no row, by signature text.
+      interrupted: True if Ctrl-C ended it early; ``rows`` holds what was done.
+    """
+
+    rows: tuple[Row, ...]
+    reasons: Mapping[str, str]
+    interrupted: bool = False
+
+
+def signature_of(
+    node: node_def_pb2.NodeDef,
+    inputs: Sequence[TensorType],
+    outputs: Sequence[TensorType],
+    constants: Mapping[int, np.ndarray],
+) -> OpSignature:
+    """The signature of a node.
+
+    Args:
+      node: the node; its name, device and control inputs play no part.
+      inputs: dtype and shape of each data input; of a variable handle, the
+        shape of the variable.
+      outputs: dtype and shape of each output.
+      constants: values of the inputs that are constants, by input index.
+    """
+    op_def = op_def_registry.get(node.op)
+    arguments = _arguments(op_def, node) if op_def is not None else []
+    typed = []
+    for index, tensor in enumerate(inputs):
+        value = None
+        argument = arguments[index] if index < len(arguments) else None
+        if argument is not None and _is_parameter(argument, tensor):
+            if argument.name in _OUTPUT_SHAPE or (node.op, argument.name) == ("Slice", "size"):
+                value = outputs[0].shape if len(outputs) == 1 else None
+            elif index in constants and constants[index].size <= _LARGEST_VALUE:
+                value = tuple(int(item) for item in np.ravel(constants[index]))
+        typed.append(TensorType(tensor.dtype, tensor.shape, value))
+    attrs = []
+    for name in sorted(node.attr):
+        if not name.startswith("_") and name not in _INERT_ATTRS:
+            text = _attr_text(node.attr[name])
+            if text is not None:
+                attrs.append((name, text))
+    return OpSignature(node.op, tuple(typed), tuple(outputs), tuple(attrs))
+
+
+def graph_signatures(graph: tf.Graph) -> dict[str, OpSignature]:
+    """The signature of every operation of a graph, by operation name."""
+    signatures = {}
+    for operation in graph.get_operations():
+        constants = {}
+        for index, tensor in enumerate(operation.inputs):
+            if tensor.op.type == "Const" and tensor.dtype in (tf.int32, tf.int64):
+                constants[index] = tf.make_ndarray(tensor.op.get_attr("value"))
+        signatures[operation.name] = signature_of(
+            operation.node_def,
+            [tensor_type(tensor) for tensor in operation.inputs],
+            [tensor_type(tensor) for tensor in operation.outputs],
+            constants,
+        )
+    return signatures
+
+
+def tensor_type(tensor: tf.Tensor) -> TensorType:
+    """Dtype and static shape of a symbolic tensor; of a variable handle, the variable's shape."""
+    shape = tensor.shape
+    if tensor.dtype == tf.resource:
+        handle_data = getattr(tensor, "_handle_data", None)
+        if handle_data is None or not handle_data.shape_and_type:
+            shape = tf.TensorShape(None)
+        else:
+            shape = tf.TensorShape(handle_data.shape_and_type[0].shape)
+    if shape.rank is None:
+        return TensorType(tensor.dtype.name, (-1,))
+    return TensorType(tensor.dtype.name, tuple(-1 if n is None else n for n in shape))
+
+
+def measure_operations(
+    signatures: Iterable[OpSignature],
+    *,
+    device: str | None = None,
+    known: Collection[str] = (),
+    least_bytes: int = 64 * 1024,
+    spread: float = 0.05,
+    seconds_each: float = 0.1,
+    progress: Callable[[int, int, OpSignature], None] | None = None,
+    deadline: float | None = None,
+) -> Measurement:
+    """Measures each distinct operation by itself on one device.
+
+    Args:
+      signatures: the operations; repeats are measured once, those that move
+        the most bytes first.
+      device: for instance "GPU:0"; the first GPU, else the CPU, by default.
+      known: signature texts that have a row already and are left out.
+      least_bytes: operations whose inputs and outputs together hold less are
+        left out: their price is the launch overhead.
+      spread: repeats stop once the interquartile range is within this
+        fraction of the median ...
+      seconds_each: ... or after this many seconds on one operation.
+      progress: called with (done, total, next signature).
+      deadline: seconds for everything; what is left then has no row.
+
+    Returns:
+      The rows, and for each other operation the reason why it has none.
+    """
+    started = time.monotonic()
+    waiting = {
+        signature.text: signature for signature in signatures if signature.text not in known
+    }
+    order = sorted(waiting.values(), key=lambda s: -(s.input_bytes + s.output_bytes))
+    rows: list[Row] = []
+    reasons: dict[str, str] = {}
+    interrupted = False
+    bench = _Bench(device or default_device())
+    provenance = device_provenance(bench.device)
+    try:
+        for index, signature in enumerate(order):
+            if progress is not None:
+                progress(index, len(order), signature)
+            if deadline is not None and time.monotonic() - started > deadline:
+                reasons[signature.text] = _TIME_IS_UP
+                continue
+            try:
+                _check_measurable(signature, least_bytes)
+                seconds, seen, repeats, workspace = bench.measure(signature, spread, seconds_each)
+            except (UnmeasurableError, tf.errors.OpError) as error:
+                reasons[signature.text] = str(error).split("\n", 1)[0]
+                continue
+            rows.append(
+                Row(
+                    signature=signature,
+                    seconds=seconds,
+                    spread=seen,
+                    repeats=repeats,
+                    output_bytes=signature.output_bytes,
+                    workspace_bytes=workspace,
+                    **provenance,
+                )
+            )
+    except KeyboardInterrupt:
+        interrupted = True
+    return Measurement(tuple(rows), reasons, interrupted)
+
+
+def default_device() -> str:
+    """The first GPU, else the CPU."""
+    return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
+
+
+def device_provenance(device: str) -> dict[str, str]:
+    """The provenance columns of rows measured on ``device`` now."""
+    kind, _, index = device.partition(":")
+    if kind == "GPU":
+        physical = tf.config.list_physical_devices("GPU")[int(index or 0)]
+        name = tf.config.experimental.get_device_details(physical).get("device_name", "GPU")
+        build = tf.sysconfig.get_build_info()
+        driver = f"CUDA {build.get('cuda_version')}, cuDNN {build.get('cudnn_version')}"
+        version = Path("/proc/driver/nvidia/version")
+        if version.exists():
+            found = re.search(r"\d+\.\d+(\.\d+)?", version.read_text())
+            driver = f"NVIDIA {found[0] if found else '?'}, {driver}"
+    else:
+        name = cpu_name()
+        # What decides the price of an operation on a CPU, beside the CPU.
+        driver = f"oneDNN {os.environ.get('TF_ENABLE_ONEDNN_OPTS', 'default')}"
+    return {
+        "device": name,
+        "driver": driver,
+        "tensorflow": tf.__version__,
+        "date": datetime.date.today().isoformat(),
+        "clock": CLOCK,
+    }
+
+
+def cpu_name() -> str:
+    """Model and number of usable cores, for instance "AMD EPYC, 2 cores"."""
+    model = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        found = re.search(r"model name\s*:\s*(.+)", information.read_text())
+        model = found[1].strip() if found else model
+    return f"{model}, {len(os.sched_getaffinity(0))} cores"
+
+
+class _Bench:
+    """Runs one operation at a time on one device."""
+
+    _names = itertools.count()
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._context = context.context()
+        self._context.ensure_initialized()
+        config = config_pb2.ConfigProto()
+        config.graph_options.rewrite_options.disable_meta_optimizer = True
+        self._attrs = ("executor_type", "", "config_proto", config.SerializeToString())
+        with tf.device(self.device):
+            probe = tf.ones([1024])
+        self._counts_bytes = self._memory()["current"] > 0
+        del probe
+        self._empty_seconds = self._empty()
+
+    def measure(
+        self, signature: OpSignature, spread: float, seconds_each: float
+    ) -> tuple[float, float, int, int | None]:
+        """Seconds a run, relative spread, number of runs and workspace bytes."""
+        inputs = [
+            self._make_input(signature, index, tensor)
+            for index, tensor in enumerate(signature.inputs)
+        ]
+        arguments = [item.handle if isinstance(item, tf.Variable) else item for item in inputs]
+        with _Function(self, signature, copies=1) as once:
+            once(arguments)  # the first run also chooses kernels and builds primitives
+            workspace = self._workspace(signature, lambda: once(arguments))
+            single = self._seconds(once, arguments)
+            copies = max(1, min(128, int(0.002 / single)))
+            if copies == 1:
+                samples = self._sample(once, arguments, spread, seconds_each)
+        if copies > 1:
+            with _Function(self, signature, copies=copies) as chain:
+                chain(arguments)
+                samples = self._sample(chain, arguments, spread, seconds_each)
+        median = statistics.median(samples)
+        seconds = max(median - self._empty_seconds, 0.01 * median) / copies
+        return seconds, _relative_spread(samples), copies * len(samples), workspace
+
+    def _sample(
+        self, function: _Function, arguments: list[tf.Tensor], spread: float, limit: float
+    ) -> list[float]:
+        samples: list[float] = []
+        while len(samples) < 3 or (
+            sum(samples) < limit and (len(samples) < 5 or _relative_spread(samples) > spread)
+        ):
+            samples.append(self._seconds(function, arguments))
+        return samples
+
+    def _seconds(self, function: _Function, arguments: list[tf.Tensor]) -> float:
+        started = time.perf_counter()
+        function(arguments)
+        tf.test.experimental.sync_devices()
+        return time.perf_counter() - started
+
+    def _empty(self) -> float:
+        nothing = OpSignature("NoOp", (), ())
+        with _Function(self, nothing, copies=1) as function:
+            return statistics.median(self._seconds(function, []) for _ in range(50))
+
+    def _memory(self) -> dict[str, int]:
+        return tf.config.experimental.get_memory_info(self.device)
+
+    def _workspace(self, signature: OpSignature, run: Callable[[], None]) -> int | None:
+        """Peak bytes beyond inputs and outputs; None if the allocator does not count."""
+        if not self._counts_bytes:
+            return None
+        tf.test.experimental.sync_devices()
+        tf.config.experimental.reset_memory_stats(self.device)
+        before = self._memory()["current"]
+        run()
+        tf.test.experimental.sync_devices()
+        outputs = sum(-(-tensor.bytes // 256) * 256 for tensor in signature.outputs)
+        return max(0, self._memory()["peak"] - before - outputs)
+
+    def run(self, name: str, arguments: list[tf.Tensor]) -> None:
+        execute.execute(name, 0, arguments, self._attrs, self._context)
+
+    def add(self, function: function_pb2.FunctionDef) -> None:
+        self._context.add_function_def(function)
+
+    def remove(self, name: str) -> None:
+        self._context.remove_function(name)
+
+    def new_name(self) -> str:
+        return f"__remat_profile_{next(self._names)}"
+
+    def _make_input(
+        self, signature: OpSignature, index: int, tensor: TensorType
+    ) -> tf.Tensor | tf.Variable:
+        """A realistic value: positive floats (in every function's domain), valid indices."""
+        if tensor.value is not None:
+            with tf.device("CPU:0"):
+                return tf.constant(tensor.value, tensor.dtype, tensor.shape)
+        with tf.device(self.device):
+            if tensor.dtype == "resource":
+                dtype = signature.variable_dtype
+                return tf.Variable(_random(dtype, tensor.shape, 1), trainable=False)
+            bound = _INDEX_BOUNDS.get(signature.op, _default_bound)(signature)
+            return _random(tensor.dtype, tensor.shape, bound)
+
+
+class _Function:
+    """Copies of one operation in a chain, registered for as long as it is open."""
+
+    def __init__(self, bench: _Bench, signature: OpSignature, copies: int) -> None:
+        self._bench = bench
+        self._name = bench.new_name()
+        self._definition = _chain(self._name, signature, copies, bench.device)
+
+    def __enter__(self) -> _Function:
+        self._bench.add(self._definition)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bench.remove(self._name)
+
+    def __call__(self, arguments: list[tf.Tensor]) -> None:
+        self._bench.run(self._name, arguments)
+
+
+def _chain(
+    name: str, signature: OpSignature, copies: int, device: str
+) -> function_pb2.FunctionDef:
+    function = function_pb2.FunctionDef()
+    function.signature.name = name
+    function.signature.is_stateful = True
+    for index, tensor in enumerate(signature.inputs):
+        argument = function.signature.input_arg.add(name=f"a{index}")
+        argument.type = tf.as_dtype(tensor.dtype).as_datatype_enum
+    template = node_def_pb2.NodeDef(op=signature.op, device=f"/device:{device}")
+    op_def = _op_def(signature.op)
+    types = {attr.name: attr.type for attr in op_def.attr}
+    for attr_name, text in signature.attrs:
+        template.attr[attr_name].CopyFrom(_attr_value(text, types[attr_name]))
+    for copy in range(copies):
+        node = function.node_def.add()
+        node.CopyFrom(template)
+        node.name = f"run{copy}"
+        node.input.extend(f"a{index}" for index in range(len(signature.inputs)))
+        if copy:
+            node.input.append(f"^run{copy - 1}")
+    function.signature.control_output.append("done")
+    function.control_ret["done"] = f"run{copies - 1}"
+    return function
+
+
+def _op_def(op: str) -> op_def_pb2.OpDef:
+    op_def = op_def_registry.get(op)
+    if op_def is None:
+        raise UnmeasurableError(f"{op} is not an operation of this TensorFlow")
+    return op_def
+
+
+def _check_measurable(signature: OpSignature, least_bytes: int) -> None:
+    """Every reason not to run an operation, in one place."""
+    op_def = _op_def(signature.op)
+    if signature.op in _NOT_COMPUTED:
+        raise UnmeasurableError("computes nothing")
+    if any(attr.type in ("func", "list(func)") for attr in op_def.attr):
+        raise UnmeasurableError("runs another function")
+    if any(attr.name == "token" for attr in op_def.attr):
+        raise UnmeasurableError("runs Python code")
+    if not signature.is_static:
+        raise UnmeasurableError("a shape is not static")
+    for tensor in signature.inputs + signature.outputs:
+        if tensor.dtype in ("string", "variant"):
+            raise UnmeasurableError(f"a {tensor.dtype} has no random value")
+    if any(tensor.dtype == "resource" for tensor in signature.outputs):
+        raise UnmeasurableError("makes a handle")
+    holds_variable = any(tensor.dtype == "resource" for tensor in signature.inputs)
+    draws = re.search("Random|Normal|Multinomial", signature.op)
+    if op_def.is_stateful and not holds_variable and not draws:
+        raise UnmeasurableError("has state of its own")
+    arguments = _arguments(op_def, _counts(signature))
+    for argument, tensor in zip(arguments, signature.inputs, strict=True):
+        if _is_parameter(argument, tensor) and tensor.value is None:
+            raise UnmeasurableError(f"its {argument.name} is not a constant")
+    if signature.input_bytes + signature.output_bytes < least_bytes:
+        raise UnmeasurableError("so small that it costs the launch overhead")
+
+
+def _counts(signature: OpSignature) -> node_def_pb2.NodeDef:
+    """A node with the attributes of a signature."""
+    types = {attr.name: attr.type for attr in _op_def(signature.op).attr}
+    node = node_def_pb2.NodeDef(op=signature.op)
+    for name, text in signature.attrs:
+        node.attr[name].CopyFrom(_attr_value(text, types[name]))
+    return node
+
+
+def _arguments(
+    op_def: op_def_pb2.OpDef, node: node_def_pb2.NodeDef
+) -> list[op_def_pb2.OpDef.ArgDef]:
+    """The declared argument behind each data input of a node."""
+    arguments = []
+    for argument in op_def.input_arg:
+        count = 1
+        if argument.number_attr:
+            count = node.attr[argument.number_attr].i
+        elif argument.type_list_attr:
+            count = len(node.attr[argument.type_list_attr].list.type)
+        arguments.extend([argument] * count)
+    return arguments
+
+
+def _is_parameter(argument: op_def_pb2.OpDef.ArgDef, tensor: TensorType) -> bool:
+    """True if the value of the input, not only its shape, says what is computed."""
+    if tensor.dtype not in ("int32", "int64"):
+        return False
+    fixed = not argument.type_attr and not argument.type_list_attr
+    return fixed or argument.type_attr in _PARAMETER_TYPES
+
+
+def _attr_text(value: attr_value_pb2.AttrValue) -> str | None:
+    """Text of an attribute; None for those that a signature does not hold."""
+    kind = value.WhichOneof("value")
+    if kind in (None, "tensor", "placeholder"):
+        return None
+    if kind != "list":
+        return _scalar_text(kind, getattr(value, kind))
+    for field, items in value.list.ListFields():
+        return ",".join(_scalar_text(field.name, item) for item in items)
+    return ""
+
+
+def _scalar_text(kind: str, value: object) -> str:
+    if kind == "s":
+        return value.decode("utf-8", "replace")  # type: ignore[attr-defined]
+    if kind == "type":
+        return str(tf.as_dtype(value).name)
+    if kind == "b":
+        return "true" if value else "false"
+    if kind == "shape":
+        return "x".join(str(size.size) for size in value.dim)  # type: ignore[attr-defined]
+    if kind == "func":
+        return str(value.name)  # type: ignore[attr-defined]
+    return repr(value)
+
+
+def _attr_value(text: str, kind: str) -> attr_value_pb2.AttrValue:
+    """Reads an attribute back; ``kind`` is the type that its op declares."""
+    value = attr_value_pb2.AttrValue()
+    if not kind.startswith("list("):
+        _set_scalar(value, text, kind)
+        return value
+    value.list.SetInParent()
+    fields = {"int": "i", "float": "f", "bool": "b", "string": "s", "type": "type"}
+    inner = kind[len("list(") : -1]
+    for item in filter(None, text.split(",")):
+        scalar = attr_value_pb2.AttrValue()
+        _set_scalar(scalar, item, inner)
+        getattr(value.list, fields[inner]).append(getattr(scalar, fields[inner]))
+    return value
+
+
+def _set_scalar(value: attr_value_pb2.AttrValue, text: str, kind: str) -> None:
+    if kind == "int":
+        value.i = int(text)
+    elif kind == "float":
+        value.f = float(text)
+    elif kind == "bool":
+        value.b = text == "true"
+    elif kind == "string":
+        value.s = text.encode()
+    elif kind == "type":
+        value.type = tf.as_dtype(text).as_datatype_enum
+    elif kind == "shape":
+        value.shape.SetInParent()
+        for size in filter(None, text.split("x")):
+            value.shape.dim.add(size=int(size))
+    else:
+        raise UnmeasurableError(f"an attribute of type {kind} cannot be rebuilt")
+
+
+def _random(dtype: str, shape: tuple[int, ...], bound: int) -> tf.Tensor:
+    """Floats in [0.1, 1.1), integers in [0, bound), booleans true half the time."""
+    target = tf.as_dtype(dtype)
+    if target.is_floating:
+        drawn = target if target.size <= 8 and target in _DRAWN else tf.float32
+        return tf.cast(tf.random.uniform(shape, 0.1, 1.1, drawn), target)
+    if target.is_complex:
+        part = tf.random.uniform(shape, 0.1, 1.1, target.real_dtype)
+        return tf.complex(part, part)
+    if target.is_bool:
+        return tf.random.uniform(shape) < 0.5
+    return tf.cast(tf.random.uniform(shape, 0, max(1, bound), tf.int32), target)
+
+
+_DRAWN = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+
+
+def _default_bound(signature: OpSignature) -> int:
+    """Indices below the variable's first dimension; other integers below 2."""
+    handle = signature.inputs[0] if signature.inputs else None
+    return handle.shape[0] if handle and handle.dtype == "resource" and handle.shape else 2
+
+
+def _relative_spread(samples: Sequence[float]) -> float:
+    """Interquartile range over the median."""
+    low, middle, high = statistics.quantiles(samples, n=4)
+    return (high - low) / middle
