@@ -269,9 +269,11 @@ def _check(graph: Graph) -> None:
                     f"{kind}: {[a, b]} points backwards; nodes must be listed in a "
                     "topological order (is the graph cyclic?)"
                 )
-    for reader, writer in graph.order:
+    for _, writer in graph.order:
         if graph.nodes[writer].recomputable:
-            raise GraphError(f"order: node {writer} overwrites a value, so it cannot be recomputable")
+            raise GraphError(
+                f"order: node {writer} overwrites a value, so it cannot be recomputable"
+            )
     edges = set(graph.edges)
     for index, node in enumerate(graph.nodes):
         if node.forward is None:

@@ -1,0 +1,82 @@
+"""Budgets as people write them, and bytes as people read them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def parse_budget(budget: int | float | str, plain_peak: int) -> int:
+    """A budget in bytes.
+
+    Args:
+      budget: bytes as an ``int``; a fraction of ``plain_peak`` as a ``float``
+        in (0, 1]; or text: "4GiB", "900MB", "123456", "50%".
+      plain_peak: peak in bytes of running every node once, in the given order.
+
+    Returns:
+      Whole bytes, rounded down.
+
+    Raises:
+      ValueError: if it is none of these.
+
+    Example:
+      >>> parse_budget("50%", 1000), parse_budget("2KiB", 1000), parse_budget(0.25, 1000)
+      (500, 2048, 250)
+    """
+    if isinstance(budget, str):
+        match = re.fullmatch(r"\s*([0-9][0-9_,]*\.?[0-9]*|\.[0-9]+)\s*([A-Za-z]*|%)\s*", budget)
+        unit = match[2].upper() if match else ""
+        if match is None or (unit != "%" and unit not in _UNITS):
+            raise ValueError(
+                f"budget {budget!r} is not an amount of memory; write bytes (4294967296), "
+                "'4GiB', '900MB' or '50%'"
+            )
+        digits = match[1].replace(",", "").replace("_", "")
+        if unit == "%":
+            return _fraction(float(digits) / 100, plain_peak, budget)
+        number = int(digits) if digits.isdigit() else float(digits)
+        return int(number * _UNITS[unit])
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise ValueError(f"a budget is a number of bytes, a fraction or text, not {budget!r}")
+    if isinstance(budget, int):
+        if budget < 0:
+            raise ValueError(f"budget is {budget} bytes; it must not be negative")
+        return budget
+    return _fraction(budget, plain_peak, budget)
+
+
+def format_bytes(count: int) -> str:
+    """Bytes for people, exact where they are few.
+
+    Example:
+      >>> format_bytes(999), format_bytes(3 * 2**30)
+      ('999 B', '3.00 GiB')
+    """
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{count} B" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def _fraction(fraction: float, plain_peak: int, written: int | float | str) -> int:
+    if not 0 < fraction <= 1:
+        raise ValueError(
+            f"budget {written!r} is not in (0, 1] (or 0-100 %) of the plain peak; "
+            "write a whole number for bytes"
+        )
+    return int(fraction * plain_peak)

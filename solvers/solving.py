@@ -1,0 +1,378 @@
+"""The one door to every method.
+
+``solve`` checks the input, proves budgets infeasible where one node's run
+shows it, runs a method, judges every schedule the method proposes with the
+simulator, and keeps the best.  Methods only propose.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+from .budget import format_bytes, parse_budget
+from .floor import memory_floor
+from .graph import Graph
+from .method import Method, Monitor, Outcome, Problem
+from .result import Result, Status
+from .schedule import Schedule, simulate
+
+METHODS = {
+    "auto": "auto:auto",
+    "anneal": "anneal:anneal",
+    "gap_cover": "gap_cover:gap_cover",
+    "checkmate": "checkmate:checkmate",
+    "checkpoint_all": "checkpoint_all:checkpoint_all",
+    "chen_sqrt": "chen:chen_sqrt",
+    "chen_greedy": "chen:chen_greedy",
+    "griewank": "griewank:griewank",
+    "openai": "openai_modes:openai",
+    "feng_huang": "feng_huang:feng_huang",
+    "lp_rounding": "lp_rounding:lp_rounding",
+    "moccasin": "moccasin:moccasin",
+}
+"""Where each method is: "module:function" in this package, imported when used."""
+
+OPTIMAL_GAP = 1e-9
+"""A gap (fraction of the graph's cost) at which a schedule counts as optimal."""
+
+_TICK = 0.05  # seconds between looks at the method
+
+
+def load_method(name: str) -> Method:
+    """The method of a name.
+
+    Raises:
+      ValueError: if there is none of that name.
+    """
+    if name not in METHODS:
+        raise ValueError(f"there is no solver {name!r}; choose one of {', '.join(METHODS)}")
+    module, function = METHODS[name].split(":")
+    return getattr(importlib.import_module(f".{module}", __package__), function)
+
+
+def default_time_limit(graph: Graph) -> float:
+    """Seconds that ``solve`` takes at most if not told: 3 to 30, by size."""
+    return min(30.0, max(3.0, 2.0 + len(graph) / 50))
+
+
+def solve(
+    graph: Graph,
+    budget: int | float | str,
+    *,
+    solver: str = "auto",
+    time_limit: float | None = None,
+    max_overhead: float | None = None,
+    minimize: Literal["cost", "peak"] = "cost",
+    seed: int = 0,
+    workers: int | None = None,
+    start: Sequence[int] | None = None,
+    progress: Callable[[Result], None] | None = None,
+    **options: Any,
+) -> Result:
+    """Finds a schedule for a graph within a budget.
+
+    Args:
+      graph: the graph.
+      budget: bytes that the peak may reach, a fraction in (0, 1] of the peak
+        of the given order, or text such as "4GiB" or "50%".
+      solver: a name in ``METHODS``.
+      time_limit: seconds, kept within 10 %; None for ``default_time_limit``.
+      max_overhead: largest allowed overhead as a fraction (0.3 is 30 %).
+      minimize: "cost" for the cheapest schedule within the budget; "peak" for
+        the one with the least peak within ``budget`` and ``max_overhead``.
+      seed: of every random choice.  The same seed and move limit (an option
+        of ``anneal``) give the same result; a time limit alone does not.
+      workers: processors to use; None for all that this process may use.
+      start: a schedule to improve on; it need not be within the budget.
+      progress: called with the best so far whenever it or the bound improves
+        (and at least once a second), from the thread that called ``solve``.
+      **options: settings of the method; see its module.
+
+    Returns:
+      A result whose schedule, if any, the simulator found legal and within
+      ``budget`` and ``max_overhead``.  On Ctrl-C or SIGTERM (in the main
+      thread) it is the best so far, with status ``interrupted``; a second
+      signal acts as usual.
+
+    Raises:
+      ValueError: if an argument is not valid, or the solver does not know an
+        option.
+      ScheduleError: if ``start`` is not a legal schedule of the graph.
+
+    Example:
+      >>> from remat.solvers import Graph, Node, solve
+      >>> chain = Graph("chain", tuple(Node(str(i), 1.0, 1) for i in range(4)),
+      ...               ((0, 1), (1, 2), (2, 3), (0, 3)))
+      >>> solve(chain, 2, solver="anneal").schedule
+      (0, 1, 2, 0, 3)
+    """
+    method = load_method(solver)
+    given = simulate(graph, range(len(graph)))
+    budget = parse_budget(budget, given.peak)
+    if time_limit is None:
+        time_limit = default_time_limit(graph)
+    if not time_limit > 0:
+        raise ValueError(f"time_limit is {time_limit} seconds; it must be above 0")
+    if max_overhead is not None and not max_overhead >= 0:
+        raise ValueError(f"max_overhead is {max_overhead}; it must be a fraction >= 0 or None")
+    if minimize not in ("cost", "peak"):
+        raise ValueError(f'minimize is {minimize!r}; it must be "cost" or "peak"')
+    if workers is None:
+        workers = available_processors()
+    if workers < 1:
+        raise ValueError(f"workers is {workers}; it must be 1 or more")
+    problem = Problem(
+        graph=graph,
+        budget=budget,
+        minimize=minimize,
+        max_overhead=max_overhead,
+        seed=seed,
+        workers=workers,
+        start=None if start is None else tuple(start),
+        options=options,
+    )
+    judge = _Judge(problem, solver)
+    monitor = Monitor(time_limit, judge.schedule, judge.bound)
+    judge.clock = monitor.elapsed
+    judge.schedule(tuple(range(len(graph))))
+    if problem.start is not None:
+        judge.schedule(problem.start)
+    if budget < judge.floor:
+        method = _least_peak
+        monitor = Monitor(min(time_limit, _LEAST_PEAK_SECONDS), judge.schedule, judge.bound)
+    with ThreadPoolExecutor(1, "remat-solve") as pool, _stop_on_signals(monitor) as stopped:
+        job = pool.submit(method, problem, monitor)
+        reported, told_at = -1, 0.0
+        while True:
+            try:
+                outcome = job.result(_TICK)
+                break
+            except FutureTimeout:
+                pass
+            finally:
+                changed, now = judge.changes, monitor.elapsed()
+                if progress is not None and (changed != reported or now - told_at >= 1):
+                    reported, told_at = changed, now
+                    progress(judge.result(None, False))
+    return judge.result(outcome, stopped())
+
+
+def frontier(
+    graph: Graph,
+    budgets: Iterable[int | float | str],
+    **arguments: Any,
+) -> tuple[Result, ...]:
+    """The trade-off between budget and cost.
+
+    Budgets are solved from the largest to the smallest; each starts from the
+    schedule before it, and a cheaper schedule found for a smaller budget
+    replaces a dearer one for a larger (it fits there too), as a bound proven
+    for a larger budget holds for every smaller one.
+
+    Args:
+      graph: the graph.
+      budgets: as ``solve`` takes them.
+      **arguments: as ``solve`` takes them; ``time_limit`` is for each budget.
+
+    Returns:
+      One result for each budget, in the order of ``budgets``.
+    """
+    plain_peak = simulate(graph, range(len(graph))).peak
+    wanted = [parse_budget(budget, plain_peak) for budget in budgets]
+    start = arguments.pop("start", None)
+    results: dict[int, Result] = {}
+    bound = graph.cost
+    for budget in sorted(set(wanted), reverse=True):
+        result = solve(graph, budget, start=start, **arguments)
+        bound = max(bound, result.lower_bound)
+        results[budget] = _with_bound(graph, result, bound)
+        start = result.schedule or start
+        if result.status is Status.INTERRUPTED:
+            break
+    best: Result | None = None
+    for budget in sorted(results):
+        result = results[budget]
+        if best is not None and (result.cost is None or best.cost < result.cost):  # type: ignore[operator]
+            result = replace(
+                result,
+                schedule=best.schedule,
+                cost=best.cost,
+                peak=best.peak,
+                overhead=best.overhead,
+                least_budget=min(best.least_budget, result.least_budget),
+                message=f"the schedule for a budget of {format_bytes(best.budget)} is cheaper",
+            )
+            results[budget] = _with_bound(graph, result, result.lower_bound)
+        if results[budget].schedule is not None:
+            best = results[budget]
+    return tuple(results[budget] for budget in wanted if budget in results)
+
+
+def overhead(graph: Graph, cost: float) -> float:
+    """``cost`` / cost of running every node once, minus 1 (0 if all is free)."""
+    return cost / graph.cost - 1 if graph.cost > 0 else 0.0
+
+
+def available_processors() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class _Judge:
+    """Simulates every proposed schedule and keeps the best; thread-safe."""
+
+    def __init__(self, problem: Problem, solver: str) -> None:
+        self.problem = problem
+        self.solver = solver
+        self.clock: Callable[[], float] = lambda: 0.0
+        self.floor, self.floor_nodes = memory_floor(problem.graph)
+        self.changes = 0
+        self._lock = threading.Lock()
+        self._best: Schedule | None = None
+        self._cost = math.inf
+        self._peak: int | float = math.inf
+        self._least_peak: int | float = math.inf
+        # Every node runs at least once, whatever the budget.
+        self._bound = problem.graph.cost
+
+    def schedule(self, schedule: Schedule) -> None:
+        """Receives a proposed schedule."""
+        schedule = tuple(map(int, schedule))
+        truth = simulate(self.problem.graph, schedule)
+        allowed = self.problem.max_overhead
+        within = truth.peak <= self.problem.budget and (
+            allowed is None or overhead(self.problem.graph, truth.cost) <= allowed + 1e-12
+        )
+        with self._lock:
+            self._least_peak = min(self._least_peak, truth.peak)
+            if self.problem.minimize == "cost":
+                better = (truth.cost, truth.peak) < (self._cost, self._peak)
+            else:
+                better = (truth.peak, truth.cost) < (self._peak, self._cost)
+            if within and better:
+                self._best, self._cost, self._peak = schedule, truth.cost, truth.peak
+                self.changes += 1
+
+    def bound(self, lower_bound: float) -> None:
+        """Receives a proven lower bound in seconds."""
+        with self._lock:
+            if lower_bound > self._bound:
+                self._bound = lower_bound
+                self.changes += 1
+
+    def result(self, outcome: Outcome | None, interrupted: bool) -> Result:
+        """The result: final after an outcome, the best so far without one."""
+        graph, budget = self.problem.graph, self.problem.budget
+        message = ""
+        infeasible = budget < self.floor
+        if outcome is not None:
+            if outcome.schedule is not None:
+                self.schedule(outcome.schedule)
+            if outcome.lower_bound is not None:
+                self.bound(outcome.lower_bound)
+            message = outcome.message
+            infeasible = infeasible or outcome.infeasible
+        with self._lock:
+            # Rounding in a bound must not put it above a schedule that exists.
+            bound = min(self._bound, self._cost)
+            gap = (self._cost - bound) / graph.cost if graph.cost > 0 else 0.0
+            if self.problem.minimize == "cost":
+                proven = gap <= OPTIMAL_GAP
+            else:
+                proven = self._peak <= self.floor
+            if infeasible:
+                status = Status.INFEASIBLE
+                names = ", ".join(graph.nodes[index].name for index in self.floor_nodes[:3])
+                if budget < self.floor:
+                    message = (
+                        f"running {names} alone takes {self.floor:,} bytes; the least budget "
+                        f"known to be feasible is {self._least_peak:,} bytes"
+                    )
+            elif self._best is not None and proven:
+                status = Status.OPTIMAL
+            elif interrupted:
+                status = Status.INTERRUPTED
+            else:
+                status = Status.NOTHING_FOUND if self._best is None else Status.FEASIBLE
+            found = self._best is not None
+            return Result(
+                status=status,
+                schedule=self._best,
+                cost=self._cost if found else None,
+                peak=int(self._peak) if found else None,
+                overhead=overhead(graph, self._cost) if found else None,
+                lower_bound=bound,
+                gap=max(0.0, gap) if found else None,
+                budget=budget,
+                floor=self.floor,
+                floor_nodes=self.floor_nodes,
+                least_budget=int(self._least_peak),
+                solver=self.solver,
+                seconds=self.clock(),
+                message=message,
+            )
+
+
+_LEAST_PEAK_SECONDS = 2.0  # spent on "what would be feasible?" once a budget is not
+
+
+def _least_peak(problem: Problem, monitor: Monitor) -> Outcome:
+    """Looks for the least feasible budget, whatever the overhead."""
+    anything = replace(
+        problem,
+        budget=simulate(problem.graph, range(len(problem.graph))).peak,
+        minimize="peak",
+        max_overhead=None,
+        options={},
+    )
+    load_method("anneal")(anything, monitor)  # proposes as it goes
+    return Outcome(None, infeasible=True)
+
+
+def _with_bound(graph: Graph, result: Result, bound: float) -> Result:
+    """The result with a bound that was proven elsewhere."""
+    if result.cost is None:
+        return replace(result, lower_bound=max(bound, result.lower_bound))
+    bound = min(max(bound, result.lower_bound), result.cost)
+    gap = (result.cost - bound) / graph.cost if graph.cost > 0 else 0.0
+    status = Status.OPTIMAL if gap <= OPTIMAL_GAP else result.status
+    return replace(result, lower_bound=bound, gap=gap, status=status)
+
+
+@contextmanager
+def _stop_on_signals(monitor: Monitor) -> Iterator[Callable[[], bool]]:
+    """Turns the first Ctrl-C or SIGTERM into ``monitor.stop()``."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    signals = (signal.SIGINT, signal.SIGTERM)
+    received: list[int] = []
+    before = {number: signal.getsignal(number) for number in signals}
+
+    def handle(number: int, frame: Any) -> None:
+        received.append(number)
+        monitor.stop()
+        restore()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in signals:
+        signal.signal(number, handle)
+    try:
+        yield lambda: bool(received)
+    finally:
+        restore()
