@@ -29,6 +29,7 @@ from tensorflow.core.framework import attr_value_pb2, function_pb2, node_def_pb2
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context, execute
 from tensorflow.python.framework import op_def_registry
+from tensorflow.python.ops import handle_data_util
 
 from .profiles.signature import OpSignature, TensorType
 from .profiles.table import Row
@@ -38,21 +39,20 @@ CLOCK = "time.perf_counter around a synchronised function, less an empty one"
 # Integer inputs of these attribute types say what to compute (axes, shapes, pads),
 # as do inputs whose type is fixed to an integer; other integer inputs are data.
 _PARAMETER_TYPES = frozenset(
-    "Tidx Tperm Tpaddings Tmultiples Tshape Index index_type Taxis Tdim Tlen Tk Tshift "
-    "Tnumsegments Tsize".split()
+    {"Tidx", "Tperm", "Tpaddings", "Tmultiples", "Tshape", "Index", "index_type", "Taxis"}
+    | {"Tdim", "Tlen", "Tk", "Tshift", "Tnumsegments", "Tsize"}
 )
 # Inputs that repeat the shape of the output: known even where they are computed at run time.
 _OUTPUT_SHAPE = frozenset(
-    "shape dims input_sizes filter_sizes orig_input_shape out_shape".split()
+    {"shape", "dims", "input_sizes", "filter_sizes", "orig_input_shape", "out_shape"}
 )
 _LARGEST_VALUE = 64  # elements of a constant that a signature carries
 # Attributes that name things or seed them, without a say in what is computed.
 _INERT_ATTRS = frozenset(
-    "container shared_name names seed seed2 device allowed_devices debug_name message".split()
+    {"container", "shared_name", "names", "seed", "seed2", "device", "allowed_devices"}
+    | {"debug_name", "message"}
 )
-_NOT_COMPUTED = frozenset(
-    "Const Placeholder NoOp VarHandleOp _Arg _Retval".split()
-)
+_NOT_COMPUTED = frozenset({"Const", "Placeholder", "NoOp", "VarHandleOp", "_Arg", "_Retval"})
 _INDEX_BOUNDS: Mapping[str, Callable[[OpSignature], int]] = {
     "GatherV2": lambda s: s.inputs[0].shape[(s.inputs[2].value or (0,))[0]],
     "Gather": lambda s: s.inputs[0].shape[0],
@@ -141,11 +141,8 @@ def tensor_type(tensor: tf.Tensor) -> TensorType:
     """Dtype and static shape of a symbolic tensor; of a variable handle, the variable's shape."""
     shape = tensor.shape
     if tensor.dtype == tf.resource:
-        handle_data = getattr(tensor, "_handle_data", None)
-        if handle_data is None or not handle_data.shape_and_type:
-            shape = tf.TensorShape(None)
-        else:
-            shape = tf.TensorShape(handle_data.shape_and_type[0].shape)
+        held = handle_data_util.get_resource_handle_data(tensor).shape_and_type
+        shape = tf.TensorShape(held[0].shape if held else None)
     if shape.rank is None:
         return TensorType(tensor.dtype.name, (-1,))
     return TensorType(tensor.dtype.name, tuple(-1 if n is None else n for n in shape))
@@ -181,9 +178,7 @@ def measure_operations(
       The rows, and for each other operation the reason why it has none.
     """
     started = time.monotonic()
-    waiting = {
-        signature.text: signature for signature in signatures if signature.text not in known
-    }
+    waiting = {signature.text: signature for signature in signatures if signature.text not in known}
     order = sorted(waiting.values(), key=lambda s: -(s.input_bytes + s.output_bytes))
     rows: list[Row] = []
     reasons: dict[str, str] = {}
@@ -383,9 +378,7 @@ class _Function:
         self._bench.run(self._name, arguments)
 
 
-def _chain(
-    name: str, signature: OpSignature, copies: int, device: str
-) -> function_pb2.FunctionDef:
+def _chain(name: str, signature: OpSignature, copies: int, device: str) -> function_pb2.FunctionDef:
     function = function_pb2.FunctionDef()
     function.signature.name = name
     function.signature.is_stateful = True
