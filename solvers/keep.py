@@ -1,0 +1,179 @@
+"""From what to keep to a schedule: what the checkpointing heuristics share.
+
+The heuristics of the literature choose only which values of the forward pass
+to keep; the functions here derive the schedule.  They work on any DAG:
+
+* The *forward part* of a graph is the nodes without the ``backward`` flag.
+  Where no node has it, it is what runs before the moment of highest memory,
+  so that everything later plays the part of the backward pass.
+* The forward part is cut into *segments*.  The backward pass works on one at
+  a time: a node of it belongs to the latest segment among the values it reads.
+* A forward value that a backward node reads is computed again on demand, with
+  whatever that needs in turn, unless it is kept or has been made or read for
+  the same segment.  Nothing else is ever computed again.
+
+A value that must not be computed again (``recomputable`` is false, or its
+inputs have been overwritten) is simply read: a schedule holds every copy to
+its last use, so the result is always legal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from .graph import Graph
+from .method import Monitor, Outcome, Problem
+from .order import memory_order
+from .schedule import Schedule, simulate
+
+Keeps = Callable[[int, int, int], bool]
+
+
+@dataclass(frozen=True)
+class Training:
+    """A graph in one order, told apart into forward and backward.
+
+    Attributes:
+      graph: the graph.
+      order: a schedule that runs every node once.
+      forward: the nodes of the forward part, in that order.
+      is_forward: for each node, whether it is one of them.
+    """
+
+    graph: Graph
+    order: Schedule
+    forward: tuple[int, ...]
+    is_forward: tuple[bool, ...]
+
+
+def training(graph: Graph, order: Schedule) -> Training:
+    """Tells the forward part of a graph from the backward part.  O(n + e)."""
+    if any(node.backward for node in graph.nodes):
+        is_forward = [not node.backward for node in graph.nodes]
+    else:
+        memory = simulate(graph, order).memory
+        is_forward = [False] * len(graph)
+        for node in order[: memory.index(max(memory))]:
+            is_forward[node] = True
+    forward = tuple(node for node in order if is_forward[node])
+    return Training(graph, order, forward, tuple(is_forward))
+
+
+def trainings(graph: Graph) -> Iterator[Training]:
+    """The graph in its given order and, if it differs, in ``memory_order``."""
+    given = tuple(range(len(graph)))
+    yield training(graph, given)
+    order = memory_order(graph)
+    if order != given:
+        yield training(graph, order)
+
+
+def keep(training: Training, kept: Collection[int]) -> Schedule:
+    """The schedule that keeps some forward values; each ends a segment."""
+    segment = [0] * len(training.graph)
+    current = 0
+    for node in training.forward:
+        segment[node] = current
+        current += node in kept
+    return derive(training, segment, lambda node, made, now: node in kept)
+
+
+def derive(training: Training, segment: Sequence[int], keeps: Keeps) -> Schedule:
+    """The schedule that computes what is not kept on demand.
+
+    Args:
+      training: the graph and the order in which its nodes run first.
+      segment: for each forward node, the number of its segment.  The backward
+        pass is expected to go through them from the highest to the lowest.
+      keeps: ``keeps(value, made, now)``: whether a forward value that was last
+        made or read for segment ``made`` is still kept for segment ``now``.
+        The end of the forward pass is the segment after the last one.
+
+    Complexity: O(r) for r reads in the schedule.
+    """
+    graph, is_forward = training.graph, training.is_forward
+    predecessors = graph.predecessors
+    last = max((segment[node] for node in training.forward), default=0)
+    made = [last + 1] * len(graph)
+    fixed = [  # must not run again
+        not (node.recomputable and forward)
+        for node, forward in zip(graph.nodes, is_forward, strict=True)
+    ]
+    overwritten_by: list[list[int]] = [[] for _ in graph.nodes]
+    for reader, writer in graph.order:
+        overwritten_by[writer].append(reader)
+    schedule: list[int] = []
+
+    def at_hand(value: int, now: int) -> bool:
+        if made[value] != now and not fixed[value] and not keeps(value, made[value], now):
+            return False
+        made[value] = now
+        return True
+
+    def bring(value: int, now: int) -> None:
+        waiting = [value]
+        while waiting:
+            node = waiting[-1]
+            if at_hand(node, now):
+                waiting.pop()
+                continue
+            missing = [producer for producer in predecessors[node] if not at_hand(producer, now)]
+            if missing:
+                waiting.extend(reversed(missing))
+            else:
+                schedule.append(waiting.pop())
+                made[node] = now
+
+    for node in training.order:
+        inputs = [value for value in predecessors[node] if is_forward[value]]
+        if is_forward[node]:
+            # What the last segment makes and reads is still there when the
+            # backward pass starts.
+            if segment[node] == last:
+                for value in (node, *inputs):
+                    made[value] = last
+        elif inputs:
+            now = max(segment[value] for value in inputs)
+            for value in inputs:
+                bring(value, now)
+        schedule.append(node)
+        for reader in overwritten_by[node]:
+            fixed[reader] = True
+    return tuple(schedule)
+
+
+def best_schedule(problem: Problem, monitor: Monitor, schedules: Iterable[Schedule]) -> Outcome:
+    """The best of some schedules that does what the problem asks.
+
+    Judges them one by one until the monitor says stop.
+
+    Returns:
+      An outcome with the cheapest schedule within the budget (or the one of
+      least peak within ``max_overhead``), or with none and the reason.
+    """
+    graph, by_peak = problem.graph, problem.minimize == "peak"
+    dearest = math.inf if problem.max_overhead is None else (1 + problem.max_overhead) * graph.cost
+    best: tuple[tuple[float, float], Schedule] | None = None
+    least, tried = math.inf, 0
+    for schedule in schedules:
+        result = simulate(graph, schedule)
+        tried += 1
+        if result.cost <= dearest:
+            least = min(least, result.peak)
+            key = (result.peak, result.cost) if by_peak else (result.cost, result.peak)
+            if (by_peak or result.peak <= problem.budget) and (best is None or key < best[0]):
+                best = key, schedule
+                monitor.found(schedule)
+        if monitor.should_stop():
+            break
+    if best is not None:
+        return Outcome(best[1], message=f"best of {tried} schedules")
+    if least == math.inf:
+        return Outcome(None, message=f"none of the {tried} schedules tried keeps max_overhead")
+    return Outcome(
+        None,
+        message=f"the least peak of the {tried} schedules tried is {least} bytes, "
+        f"over the budget of {problem.budget} bytes",
+    )
