@@ -1,10 +1,47 @@
-"""Recorded costs: a row a distinct operation on one device."""
+"""Recorded costs: one CSV a device, one row a distinct operation.
+
+Columns: ``signature`` (the key, see ``remat.profiles.signature``), ``op``,
+``seconds`` (median of a run), ``spread``, ``repeats``, ``output_bytes``,
+``workspace_bytes`` (empty where the allocator does not count), and the
+provenance: ``device``, ``driver``, ``tensorflow``, ``date``, ``clock``.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from .signature import OpSignature
+from .signature import OpSignature, SignatureError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COLUMNS = (
+    "signature",
+    "op",
+    "seconds",
+    "spread",
+    "repeats",
+    "output_bytes",
+    "workspace_bytes",
+    "device",
+    "driver",
+    "tensorflow",
+    "date",
+    "clock",
+)
+
+
+class TableError(ValueError):
+    """A table of costs, or a file that should hold one, is not valid."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +57,9 @@ class Row:
       workspace_bytes: peak bytes beyond inputs and outputs while it ran;
         None where the allocator does not count them.
       device, driver, tensorflow, date, clock: where and how it was measured.
+
+    Raises:
+      TableError: if a figure cannot be a measurement.
     """
 
     signature: OpSignature
@@ -33,3 +73,195 @@ class Row:
     tensorflow: str
     date: str
     clock: str
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "spread"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < 0:
+                raise TableError(f"{name} is {value}; it must be finite and not negative")
+        if self.repeats < 1:
+            raise TableError(f"repeats is {self.repeats}; a measurement has at least 1")
+        if self.output_bytes != self.signature.output_bytes:
+            raise TableError(
+                f"output_bytes is {self.output_bytes}, but the outputs of the signature hold "
+                f"{self.signature.output_bytes}"
+            )
+        if self.workspace_bytes is not None and self.workspace_bytes < 0:
+            raise TableError(f"workspace_bytes is {self.workspace_bytes}; it must not be negative")
+
+
+@dataclass(frozen=True)
+class Table(Mapping[str, Row]):
+    """The rows of one device, by signature text; a later row replaces an earlier one.
+
+    Raises:
+      TableError: if the rows come from more than one device.
+    """
+
+    rows: tuple[Row, ...] = ()
+    _by_text: dict[str, Row] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        by_text = {row.signature.text: row for row in self.rows}
+        devices = sorted({row.device for row in by_text.values()})
+        if len(devices) > 1:
+            raise TableError(
+                f"rows of {len(devices)} devices ({', '.join(devices)}); keep one table a device"
+            )
+        object.__setattr__(self, "rows", tuple(by_text.values()))
+        object.__setattr__(self, "_by_text", by_text)
+
+    def __getitem__(self, text: str) -> Row:
+        return self._by_text[text]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_text)
+
+    def __len__(self) -> int:
+        return len(self._by_text)
+
+    @property
+    def device(self) -> str | None:
+        """The device's name; None for an empty table."""
+        return self.rows[0].device if self.rows else None
+
+    def merged(self, rows: Iterable[Row]) -> Table:
+        """This table with ``rows`` added; where both have an operation, ``rows`` win."""
+        return Table((*self.rows, *rows))
+
+
+def load_table(path: str | os.PathLike[str]) -> Table:
+    """Reads a table and checks every row of it.
+
+    Warns:
+      UserWarning: if rows were measured with another TensorFlow than the one
+        that is installed: kernels, and so costs, differ between versions.
+
+    Raises:
+      TableError: naming the file, the line and what is wrong.
+      OSError: if it cannot be read.
+    """
+    import pandas as pd
+
+    try:
+        frame = pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8")
+    except (UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+        raise TableError(f"{path}: not a CSV table of costs ({error})") from None
+    missing = [column for column in COLUMNS if column not in frame.columns]
+    if missing:
+        raise TableError(
+            f"{path}: has no column {', '.join(map(repr, missing))}; is this a table that "
+            "`remat profile` wrote?"
+        )
+    rows = []
+    for line, values in enumerate(frame.to_dict("records"), start=2):
+        try:
+            rows.append(_row(values))
+        except (SignatureError, TableError) as error:
+            raise TableError(f"{path}, row {line}: {error}") from None
+    try:
+        table = Table(tuple(rows))
+    except TableError as error:
+        raise TableError(f"{path}: {error}") from None
+    _warn_of_other_versions(table, path)
+    return table
+
+
+def save_table(table: Table, path: str | os.PathLike[str]) -> None:
+    """Writes a table; the old file stays whole until the new one is."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(
+        dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
+    )
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
+            to_frame(table).to_csv(file, index=False)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes it private
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def append_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> Table:
+    """Adds rows to a table on disk (made if it is not there) and returns the whole.
+
+    Raises:
+      TableError: if the file is not a table, or is another device's.
+    """
+    before = load_table(path) if Path(path).exists() else Table()
+    after = before.merged(rows)
+    save_table(after, path)
+    return after
+
+
+def to_frame(table: Table) -> pd.DataFrame:
+    """The table as a pandas frame with the columns of the file."""
+    import pandas as pd
+
+    records = []
+    for row in table.rows:
+        record = {**asdict(row), "signature": row.signature.text, "op": row.signature.op}
+        records.append(record)
+    frame = pd.DataFrame(records, columns=list(COLUMNS))
+    return frame.astype({"workspace_bytes": "Int64"})
+
+
+def cache_path(device: str, driver: str, tensorflow: str) -> Path:
+    """The user's own table for a device and what runs on it.
+
+    ``$REMAT_CACHE``, else ``$XDG_CACHE_HOME/remat``, else ``~/.cache/remat``.
+    """
+    folder = os.environ.get("REMAT_CACHE")
+    if not folder:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = str(Path(base) / "remat")
+    name = re.sub(r"[^a-z0-9.]+", "-", f"{device} {driver} tf {tensorflow}".lower()).strip("-")
+    return Path(folder) / f"{name}.csv"
+
+
+def _row(values: Mapping[str, Any]) -> Row:
+    signature = OpSignature.from_text(values["signature"])
+    if values["op"] != signature.op:
+        raise TableError(f"op is {values['op']!r}, but the signature is of {signature.op!r}")
+    workspace = values["workspace_bytes"]
+    return Row(
+        signature=signature,
+        seconds=_number(values, "seconds"),
+        spread=_number(values, "spread"),
+        repeats=_whole(values, "repeats"),
+        output_bytes=_whole(values, "output_bytes"),
+        workspace_bytes=_whole(values, "workspace_bytes") if workspace != "" else None,
+        **{name: values[name] for name in ("device", "driver", "tensorflow", "date", "clock")},
+    )
+
+
+def _number(values: Mapping[str, Any], name: str) -> float:
+    try:
+        return float(values[name])
+    except ValueError:
+        raise TableError(f"{name} is {values[name]!r}, not a number") from None
+
+
+def _whole(values: Mapping[str, Any], name: str) -> int:
+    try:
+        return int(values[name])
+    except ValueError:
+        raise TableError(f"{name} is {values[name]!r}, not a whole number") from None
+
+
+def _warn_of_other_versions(table: Table, path: str | os.PathLike[str]) -> None:
+    try:
+        installed = metadata.version("tensorflow")
+    except metadata.PackageNotFoundError:
+        return
+    others = sorted({row.tensorflow for row in table.rows} - {installed})
+    if others:
+        warnings.warn(
+            f"{path}: measured with TensorFlow {', '.join(others)}, and {installed} is "
+            "installed; costs may differ (measure again with `remat profile`)",
+            stacklevel=3,
+        )

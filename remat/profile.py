@@ -12,6 +12,7 @@ step that does not fit can still be priced.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import os
@@ -19,7 +20,7 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +63,11 @@ _INDEX_BOUNDS: Mapping[str, Callable[[OpSignature], int]] = {
     "SparseSoftmaxCrossEntropyWithLogits": lambda s: s.inputs[0].shape[-1],
     "OneHot": lambda s: (s.inputs[1].value or (1,))[0],
 }
+# oneDNN's gradient uses a workspace that the forward operation leaves behind, and
+# TensorFlow picks it only where it sees both: the forward operation runs once, first.
+_FORWARD: Mapping[str, str] = {"MaxPoolGrad": "MaxPool"}
+_BLOCK_SECONDS = 0.002  # small operations are timed in chains of about this length ...
+_MOST_COPIES = 128  # ... and at most this many copies
 _TIME_IS_UP = "time was up before its turn"
 
 
@@ -155,7 +161,7 @@ def measure_operations(
     known: Collection[str] = (),
     least_bytes: int = 64 * 1024,
     spread: float = 0.05,
-    seconds_each: float = 0.1,
+    seconds_each: float = 0.04,
     progress: Callable[[int, int, OpSignature], None] | None = None,
     deadline: float | None = None,
 ) -> Measurement:
@@ -270,7 +276,8 @@ class _Bench:
             probe = tf.ones([1024])
         self._counts_bytes = self._memory()["current"] > 0
         del probe
-        self._empty_seconds = self._empty()
+        with self._registered(OpSignature("NoOp", (), ()), copies=0) as run:
+            self._empty_seconds = statistics.median(run([]) for _ in range(50))
 
     def measure(
         self, signature: OpSignature, spread: float, seconds_each: float
@@ -281,68 +288,65 @@ class _Bench:
             for index, tensor in enumerate(signature.inputs)
         ]
         arguments = [item.handle if isinstance(item, tf.Variable) else item for item in inputs]
-        with _Function(self, signature, copies=1) as once:
-            once(arguments)  # the first run also chooses kernels and builds primitives
-            workspace = self._workspace(signature, lambda: once(arguments))
-            single = self._seconds(once, arguments)
-            copies = max(1, min(128, int(0.002 / single)))
+        overhead = self._empty_seconds
+        if signature.op in _FORWARD:
+            with self._registered(signature, copies=0) as run:
+                run(arguments)
+                overhead = statistics.median(_sample(run, arguments, spread, seconds_each))
+        with self._registered(signature, copies=1) as run:
+            run(arguments)  # the first run also chooses kernels and builds primitives
+            workspace = self._workspace(signature, lambda: run(arguments))
+            single = run(arguments)
+            copies = max(1, min(_MOST_COPIES, int(_BLOCK_SECONDS / single)))
             if copies == 1:
-                samples = self._sample(once, arguments, spread, seconds_each)
+                samples = _sample(run, arguments, spread, seconds_each)
         if copies > 1:
-            with _Function(self, signature, copies=copies) as chain:
-                chain(arguments)
-                samples = self._sample(chain, arguments, spread, seconds_each)
+            with self._registered(signature, copies) as run:
+                run(arguments)
+                samples = _sample(run, arguments, spread, seconds_each)
         median = statistics.median(samples)
-        seconds = max(median - self._empty_seconds, 0.01 * median) / copies
+        # Noise may put an operation that does nothing below the empty function.
+        seconds = max(median - overhead, 0.0) / copies
         return seconds, _relative_spread(samples), copies * len(samples), workspace
 
-    def _sample(
-        self, function: _Function, arguments: list[tf.Tensor], spread: float, limit: float
-    ) -> list[float]:
-        samples: list[float] = []
-        while len(samples) < 3 or (
-            sum(samples) < limit and (len(samples) < 5 or _relative_spread(samples) > spread)
-        ):
-            samples.append(self._seconds(function, arguments))
-        return samples
+    @contextlib.contextmanager
+    def _registered(
+        self, signature: OpSignature, copies: int
+    ) -> Iterator[Callable[[list[tf.Tensor]], float]]:
+        """Registers a chain of copies; yields a function that runs it and returns the seconds."""
+        name = f"__remat_profile_{next(self._names)}"
+        self._context.add_function_def(_chain(name, signature, copies, self.device))
 
-    def _seconds(self, function: _Function, arguments: list[tf.Tensor]) -> float:
-        started = time.perf_counter()
-        function(arguments)
-        tf.test.experimental.sync_devices()
-        return time.perf_counter() - started
+        def run(arguments: list[tf.Tensor]) -> float:
+            started = time.perf_counter()
+            execute.execute(name, 0, arguments, self._attrs, self._context)
+            self._synchronise()
+            return time.perf_counter() - started
 
-    def _empty(self) -> float:
-        nothing = OpSignature("NoOp", (), ())
-        with _Function(self, nothing, copies=1) as function:
-            return statistics.median(self._seconds(function, []) for _ in range(50))
+        try:
+            yield run
+        finally:
+            self._context.remove_function(name)
+
+    def _synchronise(self) -> None:
+        """Waits for the device; a CPU is done when the call returns."""
+        if not self.device.startswith("CPU"):
+            tf.test.experimental.sync_devices()
 
     def _memory(self) -> dict[str, int]:
         return tf.config.experimental.get_memory_info(self.device)
 
-    def _workspace(self, signature: OpSignature, run: Callable[[], None]) -> int | None:
+    def _workspace(self, signature: OpSignature, run: Callable[[], object]) -> int | None:
         """Peak bytes beyond inputs and outputs; None if the allocator does not count."""
         if not self._counts_bytes:
             return None
-        tf.test.experimental.sync_devices()
         tf.config.experimental.reset_memory_stats(self.device)
         before = self._memory()["current"]
         run()
-        tf.test.experimental.sync_devices()
-        outputs = sum(-(-tensor.bytes // 256) * 256 for tensor in signature.outputs)
+        outputs = sum(_rounded(tensor.bytes) for tensor in signature.outputs)
+        if signature.op in _FORWARD:
+            outputs += _rounded(signature.inputs[1].bytes)
         return max(0, self._memory()["peak"] - before - outputs)
-
-    def run(self, name: str, arguments: list[tf.Tensor]) -> None:
-        execute.execute(name, 0, arguments, self._attrs, self._context)
-
-    def add(self, function: function_pb2.FunctionDef) -> None:
-        self._context.add_function_def(function)
-
-    def remove(self, name: str) -> None:
-        self._context.remove_function(name)
-
-    def new_name(self) -> str:
-        return f"__remat_profile_{next(self._names)}"
 
     def _make_input(
         self, signature: OpSignature, index: int, tensor: TensorType
@@ -359,47 +363,41 @@ class _Bench:
             return _random(tensor.dtype, tensor.shape, bound)
 
 
-class _Function:
-    """Copies of one operation in a chain, registered for as long as it is open."""
-
-    def __init__(self, bench: _Bench, signature: OpSignature, copies: int) -> None:
-        self._bench = bench
-        self._name = bench.new_name()
-        self._definition = _chain(self._name, signature, copies, bench.device)
-
-    def __enter__(self) -> _Function:
-        self._bench.add(self._definition)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bench.remove(self._name)
-
-    def __call__(self, arguments: list[tf.Tensor]) -> None:
-        self._bench.run(self._name, arguments)
-
-
 def _chain(name: str, signature: OpSignature, copies: int, device: str) -> function_pb2.FunctionDef:
+    """A function that runs copies of one operation one after the other."""
     function = function_pb2.FunctionDef()
     function.signature.name = name
     function.signature.is_stateful = True
+    inputs = []
     for index, tensor in enumerate(signature.inputs):
         argument = function.signature.input_arg.add(name=f"a{index}")
         argument.type = tf.as_dtype(tensor.dtype).as_datatype_enum
-    template = node_def_pb2.NodeDef(op=signature.op, device=f"/device:{device}")
-    op_def = _op_def(signature.op)
-    types = {attr.name: attr.type for attr in op_def.attr}
-    for attr_name, text in signature.attrs:
-        template.attr[attr_name].CopyFrom(_attr_value(text, types[attr_name]))
+        inputs.append(argument.name)
+    template = _node(signature, f"/device:{device}")
+    last = function.node_def.add(name="first", op="NoOp")
+    if signature.op in _FORWARD:
+        last.CopyFrom(template)
+        last.name, last.op = "first", _FORWARD[signature.op]
+        last.input.append("a0")
+        inputs[1] = "first:output:0"
     for copy in range(copies):
         node = function.node_def.add()
         node.CopyFrom(template)
         node.name = f"run{copy}"
-        node.input.extend(f"a{index}" for index in range(len(signature.inputs)))
-        if copy:
-            node.input.append(f"^run{copy - 1}")
+        node.input.extend([*inputs, f"^{last.name}"])
+        last = node
     function.signature.control_output.append("done")
-    function.control_ret["done"] = f"run{copies - 1}"
+    function.control_ret["done"] = last.name
     return function
+
+
+def _node(signature: OpSignature, device: str = "") -> node_def_pb2.NodeDef:
+    """A node with the op and the attributes of a signature."""
+    types = {attr.name: attr.type for attr in _op_def(signature.op).attr}
+    node = node_def_pb2.NodeDef(op=signature.op, device=device)
+    for name, text in signature.attrs:
+        node.attr[name].CopyFrom(_attr_value(text, types[name]))
+    return node
 
 
 def _op_def(op: str) -> op_def_pb2.OpDef:
@@ -429,21 +427,12 @@ def _check_measurable(signature: OpSignature, least_bytes: int) -> None:
     draws = re.search("Random|Normal|Multinomial", signature.op)
     if op_def.is_stateful and not holds_variable and not draws:
         raise UnmeasurableError("has state of its own")
-    arguments = _arguments(op_def, _counts(signature))
+    arguments = _arguments(op_def, _node(signature))
     for argument, tensor in zip(arguments, signature.inputs, strict=True):
         if _is_parameter(argument, tensor) and tensor.value is None:
             raise UnmeasurableError(f"its {argument.name} is not a constant")
     if signature.input_bytes + signature.output_bytes < least_bytes:
         raise UnmeasurableError("so small that it costs the launch overhead")
-
-
-def _counts(signature: OpSignature) -> node_def_pb2.NodeDef:
-    """A node with the attributes of a signature."""
-    types = {attr.name: attr.type for attr in _op_def(signature.op).attr}
-    node = node_def_pb2.NodeDef(op=signature.op)
-    for name, text in signature.attrs:
-        node.attr[name].CopyFrom(_attr_value(text, types[name]))
-    return node
 
 
 def _arguments(
@@ -551,6 +540,23 @@ def _default_bound(signature: OpSignature) -> int:
     """Indices below the variable's first dimension; other integers below 2."""
     handle = signature.inputs[0] if signature.inputs else None
     return handle.shape[0] if handle and handle.dtype == "resource" and handle.shape else 2
+
+
+def _rounded(size: int) -> int:
+    """Bytes that the allocator hands out for a request."""
+    return -(-size // 256) * 256
+
+
+def _sample(
+    run: Callable[[list[tf.Tensor]], float], arguments: list[tf.Tensor], spread: float, limit: float
+) -> list[float]:
+    """Seconds of several runs: at least 3, then until they agree or ``limit`` seconds passed."""
+    samples: list[float] = []
+    while len(samples) < 3 or (
+        sum(samples) < limit and (len(samples) < 7 or _relative_spread(samples) > spread)
+    ):
+        samples.append(run(arguments))
+    return samples
 
 
 def _relative_spread(samples: Sequence[float]) -> float:
