@@ -19,6 +19,7 @@ import os
 import platform
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context, execute
 from tensorflow.python.framework import op_def_registry
 from tensorflow.python.ops import handle_data_util
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from .profiles.signature import OpSignature, TensorType
 from .profiles.table import Row
@@ -71,7 +73,7 @@ _MOST_COPIES = 128  # ... and at most this many copies
 _TIME_IS_UP = "time was up before its turn"
 
 
-class UnmeasurableError(ValueError):
+class UnmeasurableError(Exception):
     """An operation that cannot be run by itself; the message says why."""
 
 
@@ -337,16 +339,40 @@ class _Bench:
         return tf.config.experimental.get_memory_info(self.device)
 
     def _workspace(self, signature: OpSignature, run: Callable[[], object]) -> int | None:
-        """Peak bytes beyond inputs and outputs; None if the allocator does not count."""
+        """Peak of requested bytes beyond inputs and outputs; None if nobody counts them.
+
+        The allocator's own peak counts whole chunks, up to twice what was asked for, so
+        it only tells which operations need a closer look with the profiler.
+        """
         if not self._counts_bytes:
             return None
+        outputs = sum(tensor.bytes for tensor in signature.outputs)
+        if signature.op in _FORWARD:
+            outputs += signature.inputs[1].bytes
         tf.config.experimental.reset_memory_stats(self.device)
         before = self._memory()["current"]
         run()
-        outputs = sum(_rounded(tensor.bytes) for tensor in signature.outputs)
-        if signature.op in _FORWARD:
-            outputs += _rounded(signature.inputs[1].bytes)
-        return max(0, self._memory()["peak"] - before - outputs)
+        if self._memory()["peak"] - before <= outputs:
+            return 0
+        return max(0, self._peak_requested(run) - outputs)
+
+    def _peak_requested(self, run: Callable[[], object]) -> int:
+        """The most bytes that ``run`` had asked for at once, from a profile of it."""
+        with tempfile.TemporaryDirectory() as folder:
+            # Level 1 is what records memory; without any device tracing it is cheap.
+            options = tf.profiler.experimental.ProfilerOptions(
+                host_tracer_level=1, python_tracer_level=0, device_tracer_level=0
+            )
+            with tf.profiler.experimental.Profile(folder, options):
+                run()
+            space = xplane_pb2.XSpace()
+            for path in Path(folder).rglob("*.xplane.pb"):
+                space.MergeFromString(path.read_bytes())
+        held = peak = 0
+        for _, change in sorted(_memory_events(space, on_gpu=self.device.startswith("GPU"))):
+            held += change
+            peak = max(peak, held)
+        return peak
 
     def _make_input(
         self, signature: OpSignature, index: int, tensor: TensorType
@@ -396,7 +422,12 @@ def _node(signature: OpSignature, device: str = "") -> node_def_pb2.NodeDef:
     types = {attr.name: attr.type for attr in _op_def(signature.op).attr}
     node = node_def_pb2.NodeDef(op=signature.op, device=device)
     for name, text in signature.attrs:
-        node.attr[name].CopyFrom(_attr_value(text, types[name]))
+        if name not in types:
+            raise UnmeasurableError(f"{signature.op} has no attribute {name!r} in this TensorFlow")
+        try:
+            node.attr[name].CopyFrom(_attr_value(text, types[name]))
+        except (ValueError, TypeError):
+            raise UnmeasurableError(f"attribute {name} cannot be {text!r}") from None
     return node
 
 
@@ -428,6 +459,8 @@ def _check_measurable(signature: OpSignature, least_bytes: int) -> None:
     if op_def.is_stateful and not holds_variable and not draws:
         raise UnmeasurableError("has state of its own")
     arguments = _arguments(op_def, _node(signature))
+    if len(arguments) != len(signature.inputs):
+        raise UnmeasurableError(f"{signature.op} has {len(arguments)} inputs in this TensorFlow")
     for argument, tensor in zip(arguments, signature.inputs, strict=True):
         if _is_parameter(argument, tensor) and tensor.value is None:
             raise UnmeasurableError(f"its {argument.name} is not a constant")
@@ -516,7 +549,7 @@ def _set_scalar(value: attr_value_pb2.AttrValue, text: str, kind: str) -> None:
         for size in filter(None, text.split("x")):
             value.shape.dim.add(size=int(size))
     else:
-        raise UnmeasurableError(f"an attribute of type {kind} cannot be rebuilt")
+        raise ValueError(f"an attribute of type {kind} has no text form")
 
 
 def _random(dtype: str, shape: tuple[int, ...], bound: int) -> tf.Tensor:
@@ -542,9 +575,22 @@ def _default_bound(signature: OpSignature) -> int:
     return handle.shape[0] if handle and handle.dtype == "resource" and handle.shape else 2
 
 
-def _rounded(size: int) -> int:
-    """Bytes that the allocator hands out for a request."""
-    return -(-size // 256) * 256
+def _memory_events(space: xplane_pb2.XSpace, on_gpu: bool) -> Iterator[tuple[int, int]]:
+    """Pairs (picoseconds, bytes requested), negative where they are given back."""
+    signs = {"MemoryAllocation": 1, "MemoryDeallocation": -1}
+    for plane in space.planes:
+        for line in plane.lines:
+            for event in line.events:
+                sign = signs.get(plane.event_metadata[event.metadata_id].name)
+                if sign is None:
+                    continue
+                stats = {plane.stat_metadata[stat.metadata_id].name: stat for stat in event.stats}
+                allocator = stats["allocator_name"]
+                name = allocator.str_value or plane.stat_metadata[allocator.ref_value].name
+                if name.startswith("GPU") == on_gpu:
+                    requested = stats["requested_bytes"]
+                    size = requested.int64_value or requested.uint64_value
+                    yield line.timestamp_ns * 1000 + event.offset_ps, sign * size
 
 
 def _sample(
