@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from .keep import Training, best_schedule, keep, trainings
+from .keep import Training, best_schedule, check_options, keep, trainings
 from .method import Monitor, Outcome, Problem
 from .schedule import Schedule
 
@@ -42,8 +42,9 @@ def chen_sqrt(problem: Problem, monitor: Monitor) -> Outcome:
     Options:
       generalisation: "articulation" or "linearised"; by default the better.
     """
+    check_options(problem, "generalisation")
 
-    def schedules() -> Iterator[Schedule]:
+    def schedules() -> Iterator[Schedule | None]:
         for training in trainings(problem.graph):
             for candidates in _candidates(problem, training):
                 yield keep(training, frozenset(_every_sqrt(candidates)))
@@ -57,8 +58,9 @@ def chen_greedy(problem: Problem, monitor: Monitor) -> Outcome:
     Options:
       generalisation: "articulation" or "linearised"; by default the better.
     """
+    check_options(problem, "generalisation")
 
-    def schedules() -> Iterator[Schedule]:
+    def schedules() -> Iterator[Schedule | None]:
         for training in trainings(problem.graph):
             for candidates in _candidates(problem, training):
                 choices = (_greedy(training, candidates, bound) for bound in _bounds(training))

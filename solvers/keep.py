@@ -30,6 +30,8 @@ from .schedule import Schedule, simulate
 
 Keeps = Callable[[int, int, int], bool]
 
+_LONGEST = 20  # runs of a schedule worth having, as a multiple of the graph's nodes
+
 
 @dataclass(frozen=True)
 class Training:
@@ -70,7 +72,7 @@ def trainings(graph: Graph) -> Iterator[Training]:
         yield training(graph, order)
 
 
-def keep(training: Training, kept: Collection[int]) -> Schedule:
+def keep(training: Training, kept: Collection[int]) -> Schedule | None:
     """The schedule that keeps some forward values; each ends a segment."""
     segment = [0] * len(training.graph)
     current = 0
@@ -80,7 +82,7 @@ def keep(training: Training, kept: Collection[int]) -> Schedule:
     return derive(training, segment, lambda node, made, now: node in kept)
 
 
-def derive(training: Training, segment: Sequence[int], keeps: Keeps) -> Schedule:
+def derive(training: Training, segment: Sequence[int], keeps: Keeps) -> Schedule | None:
     """The schedule that computes what is not kept on demand.
 
     Args:
@@ -90,6 +92,9 @@ def derive(training: Training, segment: Sequence[int], keeps: Keeps) -> Schedule
       keeps: ``keeps(value, made, now)``: whether a forward value that was last
         made or read for segment ``made`` is still kept for segment ``now``.
         The end of the forward pass is the segment after the last one.
+
+    Returns:
+      The schedule, or None if it were of no use: more than 20 runs a node.
 
     Complexity: O(r) for r reads in the schedule.
     """
@@ -139,31 +144,34 @@ def derive(training: Training, segment: Sequence[int], keeps: Keeps) -> Schedule
             for value in inputs:
                 bring(value, now)
         schedule.append(node)
+        if len(schedule) > _LONGEST * len(graph):
+            return None
         for reader in overwritten_by[node]:
             fixed[reader] = True
     return tuple(schedule)
 
 
-def best_schedule(problem: Problem, monitor: Monitor, schedules: Iterable[Schedule]) -> Outcome:
+def best_schedule(
+    problem: Problem, monitor: Monitor, schedules: Iterable[Schedule | None]
+) -> Outcome:
     """The best of some schedules that does what the problem asks.
 
-    Judges them one by one until the monitor says stop.
+    Judges them one by one until the monitor says stop; None is passed over.
 
     Returns:
-      An outcome with the cheapest schedule within the budget (or the one of
-      least peak within ``max_overhead``), or with none and the reason.
+      An outcome with the cheapest schedule (or the one of least peak) within
+      the budget and ``max_overhead``, or with none and the reason.
     """
     graph, by_peak = problem.graph, problem.minimize == "peak"
-    dearest = math.inf if problem.max_overhead is None else (1 + problem.max_overhead) * graph.cost
+    dearest = dearest_cost(problem)
     best: tuple[tuple[float, float], Schedule] | None = None
     least, tried = math.inf, 0
     for schedule in schedules:
-        result = simulate(graph, schedule)
         tried += 1
-        if result.cost <= dearest:
+        if schedule is not None and (result := simulate(graph, schedule)).cost <= dearest:
             least = min(least, result.peak)
             key = (result.peak, result.cost) if by_peak else (result.cost, result.peak)
-            if (by_peak or result.peak <= problem.budget) and (best is None or key < best[0]):
+            if result.peak <= problem.budget and (best is None or key < best[0]):
                 best = key, schedule
                 monitor.found(schedule)
         if monitor.should_stop():
@@ -177,3 +185,22 @@ def best_schedule(problem: Problem, monitor: Monitor, schedules: Iterable[Schedu
         message=f"the least peak of the {tried} schedules tried is {least} bytes, "
         f"over the budget of {problem.budget} bytes",
     )
+
+
+def dearest_cost(problem: Problem) -> float:
+    """Seconds that ``max_overhead`` allows a schedule to take."""
+    if problem.max_overhead is None:
+        return math.inf
+    return (1 + problem.max_overhead) * problem.graph.cost
+
+
+def check_options(problem: Problem, *known: str) -> None:
+    """Refuses options that the method does not have.
+
+    Raises:
+      ValueError: naming the first of them and those that there are.
+    """
+    for name in problem.options:
+        if name not in known:
+            there = f"its options are {', '.join(known)}" if known else "it has none"
+            raise ValueError(f"the solver has no option {name!r}; {there}")
