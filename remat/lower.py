@@ -1,0 +1,132 @@
+"""Stage 5: events become a ``tf.function`` that runs exactly them, in order.
+
+A new GraphDef is built with one node per event and imported into a function.
+Every operation that computes is chained to the one before by a control edge:
+without that, TensorFlow merges the copies or runs them at once, and memory
+does not fall at all.  Reads of variables and aliases stay out of the chain
+(they neither compute nor allocate), except for the edges that order them
+against assignments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2, node_def_pb2
+from tensorflow.core.protobuf import config_pb2
+
+from .memory import Event
+from .program import Kind, Program
+
+# oneDNN's layout pass fuses these with the convolution beside them, without
+# regard for control edges, and so closes cycles ("N nodes in a cycle").  An
+# identity in front hides the pattern: (operation, input).
+_SHIELDED = {"BiasAdd": 0, "BiasAddGrad": 0, "Conv2D": 0, "DepthwiseConv2dNative": 0, "Conv3D": 0}
+_DROPPED_ATTRIBUTES = ("_class", "_output_shapes", "_grappler_do_not_remove")
+
+
+def lower(program: Program, events: Sequence[Event]) -> Callable[..., list[tf.Tensor]]:
+    """Builds the function that runs ``events`` in order.
+
+    Returns:
+      A function of the step's flattened arguments that returns its flattened
+      results.  It may be called eagerly or inside another ``tf.function``.
+    """
+    graph_def, names = build_graph(program, events)
+    newest = {event.op: index for index, event in enumerate(events)}
+    outputs = [f"{names[newest[op]]}:{number}" for op, number in program.outputs]
+    specs = [
+        tf.TensorSpec(program.ops[index].shapes[0], program.ops[index].dtypes[0])
+        for index in program.inputs
+    ]
+    last = next(
+        names[index]
+        for index in reversed(range(len(events)))
+        if program.ops[events[index].op].kind in (Kind.PURE, Kind.ONCE)
+    )
+
+    def body(*arguments: tf.Tensor) -> list[tf.Tensor]:
+        graph = tf.compat.v1.get_default_graph()
+        bound = {
+            names[newest[index]]: tensor
+            for index, tensor in zip(program.inputs, arguments, strict=True)
+        }
+        for index, external in program.captures:
+            bound[names[newest[index]]] = graph.capture(external)
+        *results, _ = tf.graph_util.import_graph_def(
+            graph_def, input_map=bound, return_elements=[*outputs, last], name=""
+        )
+        # Nothing runs in a function unless a result or a side effect needs it.
+        graph.experimental_acd_manager = None
+        return results
+
+    inner = tf.function(
+        body,
+        input_signature=specs,
+        autograph=False,
+        experimental_attributes={"_noinline": True},
+    ).get_concrete_function()
+    config = config_pb2.ConfigProto()
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    captured = inner.captured_inputs
+    kinds = [tensor.dtype for tensor in inner.outputs]
+
+    def call(*arguments: tf.Tensor) -> list[tf.Tensor]:
+        return tf.raw_ops.StatefulPartitionedCall(
+            args=[*arguments, *captured],
+            Tout=kinds,
+            f=inner,
+            config_proto=config.SerializeToString(),
+        )
+
+    return call
+
+
+def build_graph(
+    program: Program, events: Sequence[Event]
+) -> tuple[graph_pb2.GraphDef, list[str]]:
+    """The graph of ``events``, and the name of each event's node."""
+    graph_def = graph_pb2.GraphDef()
+    graph_def.CopyFrom(program.library)
+    names: list[str] = []
+    newest: dict[int, int] = {}
+    previous: str | None = None
+    for index, event in enumerate(events):
+        op = program.ops[event.op]
+        name = op.name if event.copy == 0 else f"{op.name}/copy_{event.copy}"
+        names.append(name)
+        newest[event.op] = index
+        node = graph_def.node.add()
+        node.CopyFrom(program.nodes[event.op])
+        node.name = name
+        for attribute in _DROPPED_ATTRIBUTES:
+            node.attr.pop(attribute, None)
+        del node.input[:]
+        if op.kind is Kind.ARGUMENT:
+            _as_placeholder(node, op.dtypes[0])
+            continue
+        node.input.extend(
+            names[source] if number == 0 else f"{names[source]}:{number}"
+            for source, number in event.inputs
+        )
+        node.input.extend(f"^{names[newest[effect]]}" for effect in op.controls)
+        if op.kind not in (Kind.PURE, Kind.ONCE):
+            continue
+        if previous is not None and f"^{previous}" not in node.input:
+            node.input.append(f"^{previous}")
+        previous = name
+        if op.type in _SHIELDED:
+            slot = _SHIELDED[op.type]
+            shield = graph_def.node.add(name=f"{name}/shield", op="Identity")
+            shield.attr["T"].type = op.dtypes[0].as_datatype_enum
+            shield.input.append(node.input[slot])
+            node.input[slot] = shield.name
+    return graph_def, names
+
+
+def _as_placeholder(node: node_def_pb2.NodeDef, dtype: tf.DType) -> None:
+    node.op = "Placeholder"
+    node.attr.clear()
+    node.attr["dtype"].type = dtype.as_datatype_enum

@@ -1,0 +1,292 @@
+"""Predicted memory: what running a list of events asks of TensorFlow's allocator.
+
+Two models, one on top of the other:
+
+``simulate`` follows TensorFlow's reference counting.  Events run one after
+the other; an output is allocated when its operation runs, or takes over the
+buffer of an input that nobody else holds; a buffer is freed when the last
+operation that reads it is done.
+
+``Arena`` follows TensorFlow's "best-fit with coalescing" allocator
+(tensorflow/core/framework bfc_allocator): requests are rounded up to 256
+bytes, a free chunk smaller than twice the request is handed out whole, free
+neighbours are merged.  The peak that ``get_memory_info`` reports counts whole
+chunks, so it is a few percent above the bytes requested.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .program import Kind, Program, Tensor
+
+_ALIGNMENT = 256  # bytes; every request is rounded up to a multiple
+_BINS = 21
+_SPLIT_WASTE = 128 << 20  # bytes; a larger remainder is always split off
+_FIRST_REGION = 2 << 20  # bytes; regions then double
+
+
+class OutOfMemoryError(MemoryError):
+    """A request does not fit in the arena's limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One run of one operation.
+
+    Attributes:
+      op: index of the operation in the program.
+      copy: 0 for the first run, then 1, 2, ...
+      inputs: for each input, the event whose output it reads, and which.
+    """
+
+    op: int
+    copy: int
+    inputs: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a list of events takes.
+
+    Attributes:
+      peak: most bytes in use, as the allocator counts them, resident included.
+      requested_peak: the same, as the operations requested them.
+      timeline: bytes in use (whole chunks) while each event runs.
+      requested: bytes requested while each event runs.
+    """
+
+    peak: int
+    requested_peak: int
+    timeline: tuple[int, ...]
+    requested: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Chunk:
+    address: int
+    size: int
+    free: bool
+    before: _Chunk | None
+    after: _Chunk | None
+
+    def key(self) -> tuple[int, int]:
+        return (self.size, self.address)
+
+
+class Arena:
+    """A model of one BFC allocator.
+
+    Args:
+      limit: bytes of all regions together, or None for no limit.
+      growth: regions start small and double (CPU, or GPU memory growth);
+        otherwise one region of ``limit`` bytes is there from the start.
+    """
+
+    def __init__(self, limit: int | None = None, growth: bool = True) -> None:
+        self.limit = limit
+        self.in_use = 0
+        self.peak = 0
+        self.reserved = 0
+        self._next_region = _FIRST_REGION
+        self._address = 0
+        self._bins: list[list[tuple[int, int]]] = [[] for _ in range(_BINS)]
+        self._free: dict[int, _Chunk] = {}  # by address
+        if not growth:
+            if limit is None:
+                raise ValueError("an arena without growth needs a limit")
+            self._add_region(limit // _ALIGNMENT * _ALIGNMENT)
+
+    def allocate(self, size: int) -> _Chunk:
+        """Takes a chunk for ``size`` bytes.
+
+        Raises:
+          OutOfMemoryError: if no chunk is free and the limit forbids a region.
+        """
+        rounded = max(_ALIGNMENT, -(-size // _ALIGNMENT) * _ALIGNMENT)
+        chunk = self._find(rounded)
+        if chunk is None:
+            self._extend(rounded)
+            chunk = self._find(rounded)
+        if chunk is None:
+            raise OutOfMemoryError(f"no chunk of {rounded} bytes")
+        if chunk.size >= 2 * rounded or chunk.size - rounded >= _SPLIT_WASTE:
+            rest = _Chunk(chunk.address + rounded, chunk.size - rounded, True, chunk, chunk.after)
+            if chunk.after is not None:
+                chunk.after.before = rest
+            chunk.after, chunk.size = rest, rounded
+            self._insert(rest)
+        chunk.free = False
+        self.in_use += chunk.size
+        self.peak = max(self.peak, self.in_use)
+        return chunk
+
+    def free(self, chunk: _Chunk) -> None:
+        """Gives a chunk back, merging it with its free neighbours."""
+        self.in_use -= chunk.size
+        chunk.free = True
+        after = chunk.after
+        if after is not None and after.free:
+            self._remove(after)
+            chunk.size += after.size
+            chunk.after = after.after
+            if after.after is not None:
+                after.after.before = chunk
+        before = chunk.before
+        if before is not None and before.free:
+            self._remove(before)
+            before.size += chunk.size
+            before.after = chunk.after
+            if chunk.after is not None:
+                chunk.after.before = before
+            chunk = before
+        self._insert(chunk)
+
+    def reserve(self, size: int) -> None:
+        """Makes one region large enough for ``size`` bytes (allocate and free)."""
+        self.free(self.allocate(size))
+
+    def _find(self, rounded: int) -> _Chunk | None:
+        for number in range(_bin(rounded), _BINS):
+            entries = self._bins[number]
+            at = bisect.bisect_left(entries, (rounded, 0))
+            if at < len(entries):
+                return self._free.pop(entries.pop(at)[1])
+        return None
+
+    def _extend(self, rounded: int) -> None:
+        available = None
+        if self.limit is not None:
+            available = (self.limit - self.reserved) // _ALIGNMENT * _ALIGNMENT
+            if rounded > available:
+                raise OutOfMemoryError(
+                    f"{rounded} bytes asked for, {available} of {self.limit} not yet in a region"
+                )
+        doubled = False
+        while rounded > self._next_region:
+            self._next_region *= 2
+            doubled = True
+        size = self._next_region if available is None else min(self._next_region, available)
+        self._add_region(size)
+        if not doubled:
+            self._next_region *= 2
+
+    def _add_region(self, size: int) -> None:
+        self._insert(_Chunk(self._address, size, True, None, None))
+        self._address += size + _ALIGNMENT  # regions are never merged
+        self.reserved += size
+
+    def _insert(self, chunk: _Chunk) -> None:
+        bisect.insort(self._bins[_bin(chunk.size)], chunk.key())
+        self._free[chunk.address] = chunk
+
+    def _remove(self, chunk: _Chunk) -> None:
+        entries = self._bins[_bin(chunk.size)]
+        del entries[bisect.bisect_left(entries, chunk.key())]
+        del self._free[chunk.address]
+
+
+def _bin(size: int) -> int:
+    return min(_BINS - 1, max(size >> 8, 1).bit_length() - 1)
+
+
+@dataclass(slots=True)
+class _Buffer:
+    bytes: int
+    references: int
+    resident: bool
+    chunk: _Chunk | None = None
+
+
+def simulate(
+    program: Program,
+    events: Sequence[Event],
+    workspace: Mapping[int, int],
+    arena: Arena,
+    resident: int = 0,
+) -> Usage:
+    """Runs events one after the other, on paper.
+
+    Args:
+      program: the operations.
+      events: their runs, in order; every input comes from an earlier event.
+      workspace: bytes that an operation holds only while it runs.
+      arena: the allocator, in the state that the step finds it in.
+      resident: bytes requested before the step and held throughout; they are
+        already in the arena.
+    """
+    ops = program.ops
+    pending = _references(program, events)
+    buffers: list[list[_Buffer]] = []
+    timeline, requested = [], []
+    held = resident
+
+    def release(buffer: _Buffer, count: int) -> int:
+        buffer.references -= count
+        if buffer.references or buffer.resident:
+            return 0
+        if buffer.chunk is not None:
+            arena.free(buffer.chunk)
+        return buffer.bytes
+
+    arena.peak = arena.in_use
+    for index, event in enumerate(events):
+        op = ops[event.op]
+        extra = 0
+        if op.kind in (Kind.ARGUMENT, Kind.CONSTANT, Kind.READ):
+            outputs = [_Buffer(0, 0, True) for _ in op.bytes]
+        elif op.kind is Kind.ALIAS:
+            source, number = event.inputs[0]
+            outputs = [buffers[source][number]]
+        else:
+            outputs = []
+            for number, size in enumerate(op.bytes):
+                buffer = None
+                if number == 0:
+                    buffer = _forwarded(op.forwards, size, event, buffers)
+                if buffer is None:
+                    buffer = _Buffer(size, 0, False, arena.allocate(size) if size else None)
+                    held += size
+                outputs.append(buffer)
+            extra = workspace.get(event.op, 0)
+        scratch = arena.allocate(extra) if extra else None
+        timeline.append(arena.in_use)
+        requested.append(held + extra)
+        if scratch is not None:
+            arena.free(scratch)
+        buffers.append(outputs)
+        # While it runs, an operation holds its outputs; then its readers do.
+        for number, buffer in enumerate(outputs):
+            buffer.references += 1 + pending[index][number]
+        for source, number in event.inputs:
+            held -= release(buffers[source][number], 1)
+        for buffer in outputs:
+            held -= release(buffer, 1)
+    return Usage(arena.peak, max(requested), tuple(timeline), tuple(requested))
+
+
+def _references(program: Program, events: Sequence[Event]) -> list[list[int]]:
+    """How often each output of each event is read; results are held for good."""
+    counts = [[0] * len(program.ops[event.op].bytes) for event in events]
+    newest: dict[int, int] = {}
+    for index, event in enumerate(events):
+        for source, number in event.inputs:
+            counts[source][number] += 1
+        newest[event.op] = index
+    for op, number in program.outputs:
+        counts[newest[op]][number] += 1
+    return counts
+
+
+def _forwarded(
+    candidates: Sequence[int], size: int, event: Event, buffers: Sequence[Sequence[_Buffer]]
+) -> _Buffer | None:
+    """The input buffer that the output takes over, if there is one."""
+    for slot in candidates:
+        source, number = event.inputs[slot]
+        buffer = buffers[source][number]
+        if buffer.references == 1 and not buffer.resident and buffer.bytes == size:
+            return buffer
+    return None

@@ -1,0 +1,354 @@
+"""The traced step as a list of operations: what each one is, reads and holds.
+
+This is the op-level view that grouping, simulation and lowering share.  What
+costs neither time nor memory is resolved here: identities are bypassed, shape
+arithmetic is folded into constants, and control edges are reduced to those
+that order effects.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2, node_def_pb2
+from tensorflow.python.framework import op_def_registry, tensor_util
+
+from .trace import Trace, TraceError
+
+Tensor = tuple[int, int]  # (operation, output)
+
+
+class Kind(enum.Enum):
+    """How an operation may be scheduled."""
+
+    ARGUMENT = "argument"  # an input or a captured resource: there before the step
+    CONSTANT = "constant"
+    READ = "read"  # ReadVariableOp: shares the variable's buffer
+    ALIAS = "alias"  # shares the buffer of its first input; cloned with each copy
+    PURE = "pure"  # same inputs, same bits: may be recomputed
+    ONCE = "once"  # has effects, randomness or a body of its own: runs exactly once
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation.
+
+    Attributes:
+      name: its node's name in the traced graph.
+      type: TensorFlow's operation type.
+      kind: how it may be scheduled.
+      inputs: the tensors it reads.
+      controls: the ``ONCE`` and ``READ`` operations whose effects must come
+        before it (only for ``ONCE`` and ``READ`` operations).
+      bytes: of each output.
+      shapes, dtypes: of each output.
+      forwards: inputs whose buffer output 0 may take over, in the order tried.
+      resource: for ``READ``, the ``ARGUMENT`` that holds the variable.
+    """
+
+    name: str
+    type: str
+    kind: Kind
+    inputs: tuple[Tensor, ...]
+    controls: tuple[int, ...]
+    bytes: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[tf.DType, ...]
+    forwards: tuple[int, ...] = ()
+
+    @property
+    def resource(self) -> int:
+        """For ``READ``: the operation that provides the variable's handle."""
+        return self.inputs[0][0]
+
+
+@dataclass(frozen=True)
+class Program:
+    """All operations of a step in a topological order, and what it returns.
+
+    Attributes:
+      ops: the operations.
+      nodes: the ``NodeDef`` of each.
+      outputs: the tensors the step returns.
+      targets: operations that must run although nothing reads them.
+      library: the functions that call-like operations use.
+    """
+
+    ops: tuple[Op, ...]
+    nodes: tuple[node_def_pb2.NodeDef, ...] = field(repr=False)
+    outputs: tuple[Tensor, ...]
+    targets: tuple[int, ...]
+    inputs: tuple[int, ...]
+    captures: tuple[tuple[int, tf.Tensor], ...] = field(repr=False)
+    library: graph_pb2.GraphDef = field(repr=False)
+
+    @cached_property
+    def consumers(self) -> tuple[tuple[int, ...], ...]:
+        """For each operation, the operations that read it."""
+        lists: list[list[int]] = [[] for _ in self.ops]
+        for index, op in enumerate(self.ops):
+            for producer in dict.fromkeys(p for p, _ in op.inputs):
+                lists[producer].append(index)
+        return tuple(map(tuple, lists))
+
+    @cached_property
+    def variable_bytes(self) -> Mapping[int, int]:
+        """Bytes of each captured variable, by ``ARGUMENT`` operation."""
+        sizes = {}
+        for index, external in self.captures:
+            if external.dtype != tf.resource:
+                sizes[index] = sum(self.ops[index].bytes)
+                continue
+            handle = getattr(external, "_handle_data", None)
+            if handle is not None and handle.is_set and len(handle.shape_and_type) == 1:
+                (data,) = handle.shape_and_type
+                shape = tf.TensorShape(data.shape)
+                if shape.is_fully_defined():
+                    sizes[index] = shape.num_elements() * tf.dtypes.as_dtype(data.dtype).size
+        return sizes
+
+
+# Outputs that are their input.
+_IDENTITIES = frozenset(
+    ["Identity", "IdentityN", "StopGradient", "PreventGradient", "Snapshot", "EnsureShape"]
+)
+# Output 0 shares the buffer of input 0 under another shape.
+_ALIASES = frozenset(["Reshape", "Squeeze", "ExpandDims", "Bitcast"])
+
+_UNARY = """Abs Acos Acosh Asin Asinh Atan Atanh Ceil Cos Cosh Digamma Erf Erfc Erfinv Exp Expm1
+    Floor Inv Reciprocal Invert Lgamma LogicalNot Log Log1p Neg Rint Round Rsqrt Sigmoid Sign Sin
+    Sinh Sqrt Square Tan Tanh Relu Relu6 Elu Selu LeakyRelu Softplus Softsign BiasAdd Softmax
+    LogSoftmax ZerosLike OnesLike TensorScatterUpdate TensorScatterAdd Cumsum""".split()
+_BINARY = """Add AddV2 Sub Mul MulNoNan Div DivNoNan RealDiv FloorDiv TruncateDiv Maximum Minimum
+    Mod FloorMod TruncateMod Pow SquaredDifference Xdivy Xlogy Xlog1py Atan2 NextAfter
+    LogicalAnd LogicalOr BitwiseAnd BitwiseOr BitwiseXor
+    SigmoidGrad TanhGrad SqrtGrad RsqrtGrad InvGrad ReciprocalGrad
+    ReluGrad Relu6Grad EluGrad SeluGrad LeakyReluGrad SoftplusGrad SoftsignGrad""".split()
+# Which inputs' buffers TensorFlow's kernels try to reuse for output 0, when
+# nobody else holds them (OpKernelContext::forward_input_or_allocate_output).
+_FORWARDS: dict[str, tuple[int, ...]] = {
+    **{name: (0,) for name in _UNARY if name not in ("ZerosLike", "OnesLike", "Cumsum")},
+    **{name: (0, 1) for name in _BINARY},
+    "Select": (1, 2),
+    "SelectV2": (1, 2),
+    "FusedBatchNormV3": (0,),
+}
+
+_SMALL_CONSTANT = 4096  # bytes of shape arithmetic worth folding
+
+
+def build(trace: Trace) -> Program:
+    """Reads a traced step.
+
+    Raises:
+      TraceError: naming a value whose shape is not static.
+    """
+    graph = trace.graph
+    operations = _topological(graph, [*trace.outputs, *trace.targets])
+    definitions = {node.name: node for node in trace.graph_def.node}
+    arguments = {*trace.inputs, *(name for name, _ in trace.captures)}
+
+    ops: list[Op] = []
+    nodes: list[node_def_pb2.NodeDef] = []
+    values: dict[str, Tensor] = {}  # tensor name -> where its value comes from
+    numbers: dict[str, int] = {}  # operation name -> index of its Op
+    # Effects that come before an operation, by way of operations without
+    # effects of their own: these pass the obligation on to whoever uses them.
+    passed_on: dict[str, frozenset[int]] = {}
+    nothing: frozenset[int] = frozenset()
+
+    def add(op: Op, node: node_def_pb2.NodeDef) -> int:
+        ops.append(op)
+        nodes.append(node)
+        return len(ops) - 1
+
+    for operation in operations:
+        name, kind = operation.name, _kind(operation, arguments)
+        before: frozenset[int] = nothing
+        for control in operation.control_inputs:
+            effect = numbers.get(control.name)
+            if effect is not None and ops[effect].kind in (Kind.ONCE, Kind.READ):
+                before |= {effect}
+            before |= passed_on.get(control.name, nothing)
+        for tensor in operation.inputs:
+            before |= passed_on.get(tensor.op.name, nothing)
+        if kind not in (Kind.ONCE, Kind.READ) and before:
+            passed_on[name] = before
+
+        if operation.type == "NoOp":
+            continue
+        if operation.type in _IDENTITIES:
+            for tensor, source in zip(operation.outputs, operation.inputs, strict=True):
+                values[tensor.name] = values[source.name]
+            continue
+        if kind is Kind.PURE and (folded := _fold(operation)) is not None:
+            for tensor, array in zip(operation.outputs, folded, strict=True):
+                node = _constant(f"{name}/{tensor.value_index}", array)
+                values[tensor.name] = (add(_op(tensor, node.name), node), 0)
+            continue
+        for tensor in operation.outputs:
+            if tensor.dtype not in (tf.resource, tf.variant) and (
+                not tensor.shape.is_fully_defined()
+            ):
+                raise TraceError(
+                    f"the value {tensor.name} ({operation.type}) has the shape {tensor.shape}; "
+                    "remat needs every shape to be known when the step is traced"
+                )
+        numbers[name] = add(
+            Op(
+                name=name,
+                type=operation.type,
+                kind=kind,
+                inputs=tuple(values[tensor.name] for tensor in operation.inputs),
+                controls=tuple(sorted(before)) if kind in (Kind.ONCE, Kind.READ) else (),
+                bytes=tuple(_bytes(tensor) for tensor in operation.outputs),
+                shapes=tuple(_shape(tensor) for tensor in operation.outputs),
+                dtypes=tuple(tensor.dtype for tensor in operation.outputs),
+                forwards=_forwards(operation, kind),
+            ),
+            definitions[name],
+        )
+        for tensor in operation.outputs:
+            values[tensor.name] = (numbers[name], tensor.value_index)
+
+    return Program(
+        ops=tuple(ops),
+        nodes=tuple(nodes),
+        outputs=tuple(values[name] for name in trace.outputs),
+        targets=tuple(numbers[name] for name in trace.targets if name in numbers),
+        inputs=tuple(numbers[name] for name in trace.inputs),
+        captures=tuple((numbers[name], external) for name, external in trace.captures),
+        library=graph_pb2.GraphDef(
+            versions=trace.graph_def.versions, library=trace.graph_def.library
+        ),
+    )
+
+
+def _topological(graph: tf.Graph, results: Iterable[str]) -> list[tf.Operation]:
+    """The operations that ``results`` need, and all inputs, stably sorted.
+
+    Control edges count.  Creation order is not a topological order once loops
+    have gradients, nor after Grappler.
+    """
+    position = {operation: i for i, operation in enumerate(graph.get_operations())}
+    wanted = [graph.get_operation_by_name(name.split(":")[0]) for name in results]
+    wanted += [op for op in position if op.type in ("Placeholder", "VarHandleOp")]
+    needed: set[tf.Operation] = set()
+    while wanted:
+        operation = wanted.pop()
+        if operation not in needed:
+            needed.add(operation)
+            wanted += [tensor.op for tensor in operation.inputs]
+            wanted += operation.control_inputs
+    done: set[tf.Operation] = set()
+    result: list[tf.Operation] = []
+    for root in sorted(needed, key=position.__getitem__):
+        stack = [(root, False)]
+        while stack:
+            operation, ready = stack.pop()
+            if operation in done:
+                continue
+            if ready:
+                done.add(operation)
+                result.append(operation)
+                continue
+            stack.append((operation, True))
+            before = {tensor.op for tensor in operation.inputs} | set(operation.control_inputs)
+            stack += [
+                (other, False)
+                for other in sorted(before - done, key=position.__getitem__, reverse=True)
+            ]
+    return result
+
+
+def _kind(operation: tf.Operation, arguments: set[str]) -> Kind:
+    if operation.name in arguments:
+        return Kind.ARGUMENT
+    if operation.type == "Const":
+        return Kind.CONSTANT
+    if operation.type == "ReadVariableOp":
+        return Kind.READ
+    definition = op_def_registry.get(operation.type)
+    tensors = [*operation.inputs, *operation.outputs]
+    if (
+        definition is None
+        or definition.is_stateful
+        or any(tensor.dtype in (tf.resource, tf.variant) for tensor in tensors)
+        or any(attribute.type in ("func", "list(func)") for attribute in definition.attr)
+    ):
+        return Kind.ONCE
+    if operation.type in _ALIASES:
+        return Kind.ALIAS
+    return Kind.PURE
+
+
+def _forwards(operation: tf.Operation, kind: Kind) -> tuple[int, ...]:
+    if kind is not Kind.PURE:
+        return ()
+    if operation.type == "AddN":
+        candidates: Iterable[int] = range(len(operation.inputs))
+    else:
+        candidates = _FORWARDS.get(operation.type, ())
+    output = operation.outputs[0]
+    return tuple(
+        index
+        for index in candidates
+        if operation.inputs[index].shape == output.shape
+        and operation.inputs[index].dtype == output.dtype
+    )
+
+
+def _fold(operation: tf.Operation) -> list[np.ndarray] | None:
+    """The values of an operation that only does arithmetic on static shapes."""
+    if not operation.outputs:
+        return None
+    arrays = []
+    for position, tensor in enumerate(operation.outputs):
+        if tensor.dtype not in (tf.int32, tf.int64) or not tensor.shape.is_fully_defined():
+            return None
+        if _bytes(tensor) > _SMALL_CONSTANT:
+            return None
+        if operation.type in ("Shape", "ShapeN"):
+            shape = operation.inputs[position].shape
+            value = np.array(shape.as_list()) if shape.is_fully_defined() else None
+        else:
+            value = tensor_util.constant_value(tensor)
+        if value is None:
+            return None
+        arrays.append(np.asarray(value, tensor.dtype.as_numpy_dtype).reshape(tensor.shape))
+    return arrays
+
+
+def _constant(name: str, array: np.ndarray) -> node_def_pb2.NodeDef:
+    node = node_def_pb2.NodeDef(name=name, op="Const")
+    node.attr["dtype"].type = tf.dtypes.as_dtype(array.dtype).as_datatype_enum
+    node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(array))
+    return node
+
+
+def _op(tensor: tf.Tensor, name: str) -> Op:
+    return Op(
+        name=name,
+        type="Const",
+        kind=Kind.CONSTANT,
+        inputs=(),
+        controls=(),
+        bytes=(_bytes(tensor),),
+        shapes=(_shape(tensor),),
+        dtypes=(tensor.dtype,),
+    )
+
+
+def _shape(tensor: tf.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape) if tensor.shape.is_fully_defined() else ()
+
+
+def _bytes(tensor: tf.Tensor) -> int:
+    if tensor.dtype in (tf.resource, tf.variant, tf.string):
+        return 0
+    return int(np.prod(_shape(tensor), dtype=np.int64)) * tensor.dtype.size

@@ -1,0 +1,222 @@
+"""Stage 1: a Python training step becomes one optimised graph with static shapes.
+
+TensorFlow would run Grappler over the step before executing it, and what
+Grappler does moves the last digits of the results.  So it runs here, once,
+with the settings in force, and everything downstream works on what it
+returns; the lowered function runs with Grappler off.  The lowered step is then
+made of the very operations that the plain ``tf.function`` would have run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2, node_def_pb2
+from tensorflow.core.protobuf import meta_graph_pb2
+from tensorflow.python.eager import context
+from tensorflow.python.framework import kernels
+from tensorflow.python.grappler import tf_optimizer
+
+from .executor import execution_order
+
+
+_HANDLE = "/remat_handle"  # suffix of the stand-in for an argument's variable
+_SHAPE = "_remat_shape"
+
+
+class TraceError(ValueError):
+    """The step cannot be traced into one graph with static shapes."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A traced step.
+
+    Attributes:
+      graph_def: the optimised graph.  Inputs are ``Placeholder`` nodes,
+        captured variables ``VarHandleOp`` nodes (so that their shapes are
+        known to anyone who reads the graph).
+      graph: the same graph imported, for shapes, dtypes and op definitions.
+      inputs: node names of the step's arguments, in flattened order.
+      captures: what the step captured: (node name, external tensor).
+      outputs: tensor names of the flattened results.
+      targets: node names that must run although nothing reads them.
+      structured_outputs: nest of results, whose leaves index ``outputs``.
+      plain: the plain concrete function, which the step is compared with.
+    """
+
+    graph_def: graph_pb2.GraphDef
+    graph: tf.Graph
+    inputs: tuple[str, ...]
+    captures: tuple[tuple[str, tf.Tensor], ...]
+    outputs: tuple[str, ...]
+    targets: tuple[str, ...]
+    structured_outputs: Any
+    plain: Any
+
+
+def trace(function: Callable[..., Any], input_signature: Sequence[Any]) -> Trace:
+    """Traces ``function`` for arguments of the given ``tf.TensorSpec`` nests.
+
+    Raises:
+      TraceError: if an argument's or a value's shape is not static.
+    """
+    for spec in tf.nest.flatten(list(input_signature)):
+        if not isinstance(spec, tf.TensorSpec):
+            raise TraceError(f"{spec!r} is not supported: remat needs dense tensors")
+        if not spec.shape.is_fully_defined():
+            raise TraceError(
+                f"the input {spec.name or spec} has the shape {spec.shape}; a plan is for fixed "
+                "shapes: give every dimension, the batch included"
+            )
+    plain = tf.function(function, autograph=False, jit_compile=False).get_concrete_function(
+        *input_signature
+    )
+    source = plain.graph
+    captured = source.captures  # (external, placeholder) pairs
+    arguments = source.inputs[: len(source.inputs) - len(captured)]
+
+    graph_def = source.as_graph_def()
+    nodes = {node.name: node for node in graph_def.node}
+    for external, placeholder in captured:
+        _describe_variable(nodes[placeholder.op.name], external)
+    for tensor in arguments:
+        _describe_argument(graph_def, nodes[tensor.op.name])
+    keep = [tensor.op.name for tensor in source.inputs]
+    outputs = [tensor.name for tensor in source.outputs]
+    targets = [op.name for op in source.control_outputs]
+    optimised = _grappler(graph_def, [*keep, *outputs, *targets])
+    inputs = {tensor.op.name for tensor in arguments}
+    for node in optimised.node:
+        if node.name in inputs:
+            _restore_argument(node)
+
+    graph = tf.Graph()
+    with graph.as_default():
+        tf.graph_util.import_graph_def(optimised, name="")
+    return Trace(
+        graph_def=optimised,
+        graph=graph,
+        inputs=tuple(tensor.op.name for tensor in arguments),
+        captures=tuple((inner.op.name, external) for external, inner in captured),
+        outputs=tuple(outputs),
+        targets=tuple(targets),
+        structured_outputs=plain.structured_outputs,
+        plain=plain,
+    )
+
+
+def _describe_variable(node: Any, external: tf.Tensor) -> None:
+    """Turns the placeholder of a captured variable into a ``VarHandleOp``.
+
+    The runtime tells Grappler the shapes behind resource arguments; a bare
+    placeholder would not.
+    """
+    handle = getattr(external, "_handle_data", None)
+    if external.dtype != tf.resource or handle is None or not handle.is_set:
+        return
+    (data,) = handle.shape_and_type
+    node.op = "VarHandleOp"
+    node.attr.clear()
+    node.attr["dtype"].type = data.dtype
+    node.attr["shape"].shape.CopyFrom(data.shape)
+    node.attr["shared_name"].s = node.name.encode()
+
+
+def _describe_argument(graph_def: graph_pb2.GraphDef, node: node_def_pb2.NodeDef) -> None:
+    """Turns an argument's placeholder into the read of a variable of its shape.
+
+    Grappler forgets the shapes of placeholders, because they can be fed; in
+    the runtime it knows those of a function's arguments.
+    """
+    dtype, shape = node.attr["dtype"].type, node.attr["shape"].shape
+    handle = graph_def.node.add(name=f"{node.name}{_HANDLE}", op="VarHandleOp")
+    handle.attr["dtype"].type = dtype
+    handle.attr["shape"].shape.CopyFrom(shape)
+    handle.attr["shared_name"].s = handle.name.encode()
+    node.op = "ReadVariableOp"
+    node.input.append(handle.name)
+    node.attr.clear()
+    node.attr["dtype"].type = dtype
+    node.attr[_SHAPE].shape.CopyFrom(handle.attr["shape"].shape)
+
+
+def _restore_argument(node: node_def_pb2.NodeDef) -> None:
+    dtype, shape = node.attr["dtype"].type, node.attr[_SHAPE].shape
+    restored = node_def_pb2.NodeDef(name=node.name, op="Placeholder", device=node.device)
+    restored.attr["dtype"].type = dtype
+    restored.attr["shape"].shape.CopyFrom(shape)
+    node.CopyFrom(restored)
+
+
+def _grappler(graph_def: graph_pb2.GraphDef, keep: Sequence[str]) -> graph_pb2.GraphDef:
+    """Runs Grappler with the settings in force, keeping the named nodes."""
+    config = context.context().config
+    if config.graph_options.rewrite_options.disable_meta_optimizer:
+        return graph_def
+    meta_graph = meta_graph_pb2.MetaGraphDef()
+    meta_graph.graph_def.CopyFrom(graph_def)
+    meta_graph.collection_def["train_op"].node_list.value.extend(keep)
+    asked = {node.name: node.device for node in graph_def.node}
+    default = tf.config.list_logical_devices()[0].name
+    accelerators = tf.config.list_logical_devices("GPU")
+    device = accelerators[0].name if accelerators else default
+    for node in meta_graph.graph_def.node:
+        # Some rewrites (convolution + bias) want to know the device; the
+        # runtime has placed every node by the time Grappler runs.
+        if not node.device:
+            node.device = device if _runs_on(node.op, device) else default
+    optimised = tf_optimizer.OptimizeGraph(config, meta_graph)
+    for node in optimised.node:
+        node.device = asked.get(node.name, "")
+    return _restore_sums(optimised)
+
+
+def _restore_sums(graph_def: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
+    """Turns sums by accumulation into a temporary variable back into ``AddN``.
+
+    Grappler's memory optimizer makes those by a guess of the peak.  They would
+    hold a buffer from the first term to the last; memory is this project's own
+    business.  The terms are added in the order in which the plain step, on one
+    thread, accumulates them, so that the sum has the same bits.
+    """
+    sums = [node for node in graph_def.node if node.op == "DestroyTemporaryVariable"]
+    if not sums:
+        return graph_def
+    number = {node.name: i for i, node in enumerate(graph_def.node)}
+    producers = [
+        [number[name.lstrip("^").split(":")[0]] for name in node.input] for node in graph_def.node
+    ]
+    order = execution_order([node.op for node in graph_def.node], producers)
+    rank = {node: position for position, node in enumerate(order)}
+    removed = set()
+    for total in sums:
+        (variable,) = (name for name in total.input if not name.startswith("^"))
+        terms = [graph_def.node[i] for i in producers[number[total.name]]]
+        terms = [term for term in terms if term.op == "AssignAdd"]
+        terms.sort(key=lambda term: rank[number[term.name]])
+        chain = [graph_def.node[number[variable.split(":")[0]]]]
+        while chain[-1].op != "TemporaryVariable":  # Assign: variable, zeros
+            chain += [graph_def.node[i] for i in producers[number[chain[-1].name]][::-1]]
+        removed |= {node.name for node in [*terms, *chain]}
+        inputs = [term.input[1] for term in terms]
+        name, dtype = total.name, total.attr["T"].type
+        total.Clear()
+        total.name, total.op = name, "AddN"
+        total.input.extend(inputs)
+        total.attr["N"].i, total.attr["T"].type = len(inputs), dtype
+    kept = [node for node in graph_def.node if node.name not in removed]
+    del graph_def.node[:]
+    graph_def.node.extend(kept)
+    return graph_def
+
+
+@functools.cache
+def _runs_on(operation: str, device: str) -> bool:
+    kind = tf.DeviceSpec.from_string(device).device_type
+    kernels_found = kernels.get_registered_kernels_for_op(operation).kernel
+    return any(kernel.device_type == kind for kernel in kernels_found)
