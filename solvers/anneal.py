@@ -1,0 +1,131 @@
+"""Simulated annealing over event sequences, with reordering.
+
+The state is the schedule itself; any sequence in which each input appears
+earlier is legal, and what is held when follows from it (``sequence``).  Random
+changes (``moves``) recompute, remove, shift and push events.  The energy is
+the overhead in percent plus a weight times the bytes above the budget in
+percent, summed over the schedule; the weight rises as the temperature falls.
+Nothing is fixed by the order that the graph came in, so the overhead can reach
+0 where recomputing in that order would not.
+
+Each worker anneals on its own, in a thread of its own (the compiled code
+releases the interpreter lock): the first from the start it is given, the
+others from the given order.  A change costs O(inputs and consumers of the
+node + length of the lifetimes it alters).
+
+Options:
+  moves: changes that each worker tries; without it, the time limit ends the
+    search.  With it the result depends on the seed and ``workers`` alone.
+
+After FastSA (simulated annealing for rematerialization of op sequences) in
+spirit; the state, changes and incremental profile here are this package's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from .method import Monitor, Outcome, Problem
+from .moves import anneal_at
+from .schedule import Schedule
+from .sequence import make_state, make_tables, unit_of
+
+_HOT, _COLD = 1.0, 0.003  # temperatures, in units of a node's mean cost
+_LIGHT, _HEAVY = 0.1, 10.0  # weights of one percent above the budget
+_CHUNK = 1000  # changes between looks at the clock (by the move count)
+
+
+def anneal(problem: Problem, monitor: Monitor) -> Outcome:
+    """Anneals on every worker; see the module."""
+    moves = problem.options.get("moves")
+    given = tuple(range(len(problem.graph)))
+    with ThreadPoolExecutor(problem.workers, "remat-anneal") as pool:
+        jobs = [
+            pool.submit(
+                anneal_once, problem, monitor, problem.start or given, worker, moves=moves
+            )
+            for worker in range(problem.workers)
+        ]
+        for job in jobs:
+            job.result()
+    return Outcome(None)
+
+
+def anneal_once(
+    problem: Problem,
+    monitor: Monitor,
+    start: Sequence[int],
+    worker: int,
+    hot: float = _HOT,
+    seconds: float = math.inf,
+    moves: int | None = None,
+) -> Schedule | None:
+    """Cools once, and proposes each better schedule it finds.
+
+    Args:
+      problem: what is to be solved.
+      monitor: told of every schedule that is better than this cooling's last.
+      start: a legal schedule.
+      worker: makes the random numbers differ from those of other workers.
+      hot: first temperature, in units of a node's mean cost.
+      seconds: to take, at most what the monitor leaves.
+      moves: changes to try, instead of ``seconds``.
+
+    Returns:
+      The best schedule found within the budget, or None.
+    """
+    graph = problem.graph
+    unit = unit_of(graph, problem.budget)
+    tables = make_tables(graph, unit)
+    state = make_state(graph, tables, start, problem.budget, unit)
+    random = np.array([_seed(problem.seed, worker)], np.uint64)
+    best = np.empty(len(state.at), np.int64)
+    figure = np.array([0.0, math.inf])
+    price, allowance, tighten = _terms(problem)
+    mean = 100 / len(graph)
+    began, done = monitor.elapsed(), 0
+    seconds = min(seconds, monitor.remaining())
+    reported, chunk = math.inf, _CHUNK
+    told = began
+    while not monitor.should_stop():
+        now = monitor.elapsed()
+        if moves is not None:
+            progress = done / moves
+        else:
+            progress = (now - began) / seconds
+        if progress >= 1:
+            break
+        temperature = mean * hot * (_COLD / hot) ** progress
+        weight = _LIGHT * (_HEAVY / _LIGHT) ** progress
+        terms = np.array([price, allowance, weight, tighten])
+        if moves is not None:
+            chunk = min(_CHUNK, moves - done)
+        anneal_at(tables, state, random, best, figure, terms, temperature, chunk)
+        done += chunk
+        if moves is None:
+            took = max(monitor.elapsed() - now, 1e-6)
+            chunk = int(min(2 * chunk, max(1, chunk * 0.02 / took)))
+        if figure[1] < reported and monitor.elapsed() - told > 0.2:
+            reported, told = figure[1], monitor.elapsed()
+            monitor.found(tuple(best[: int(figure[0])].tolist()))
+    if figure[0] == 0:
+        return None
+    found = tuple(best[: int(figure[0])].tolist())
+    monitor.found(found)
+    return found
+
+
+def _terms(problem: Problem) -> tuple[float, float, float]:
+    if problem.minimize == "cost":
+        return 1.0, 0.0, 0.0
+    if problem.max_overhead is None:
+        return 0.02, math.inf, 0.003
+    return 1.0, 100 * (1 + problem.max_overhead), 0.003
+
+
+def _seed(seed: int, worker: int) -> int:
+    return int(np.random.SeedSequence([seed, worker]).generate_state(1, np.uint64)[0]) | 1
