@@ -1,0 +1,509 @@
+"""Seconds of an operation that nobody measured, from its FLOPs and bytes.
+
+The roofline model (Williams, Waterman and Patterson, "Roofline: an insightful
+visual performance model", CACM 2009)::
+
+    seconds = launch + max(FLOPs / peak, bytes / bandwidth)
+
+``work`` counts FLOPs and bytes from a signature alone.  A multiply-add is two
+FLOPs; taps of a window that fall on padding are not counted; a function such
+as exp or rsqrt is one FLOP, and such operations are a class of their own, so
+that what a device needs for them is learnt from its measured rows
+(``Correction``).  Bytes are what must move at least: inputs and outputs once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .devices import DeviceSpec
+from .signature import OpSignature, TensorType
+from .table import Row
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an operation does.
+
+    Attributes:
+      kind: the class of operations that it is corrected with.
+      flops: floating-point operations.
+      bytes: bytes read and written.
+      matrix: True if it runs on matrix units where the device has them.
+    """
+
+    kind: str
+    flops: int
+    bytes: int
+    matrix: bool = False
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What a device's measured rows say about its roofline.
+
+    Attributes:
+      factors: measured seconds over roofline seconds (both net of the launch
+        overhead), by op type and by class; the median, so that a few bad rows
+        do not matter.
+    """
+
+    factors: Mapping[str, float]
+
+    def factor(self, op: str, kind: str) -> float:
+        """Of the op type if it was measured often enough, else of its class, else of all."""
+        for key in (f"op {op}", f"class {kind}", "all"):
+            if key in self.factors:
+                return self.factors[key]
+        return 1.0
+
+
+NO_CORRECTION = Correction({})
+_LEAST_ROWS = 3  # rows behind a factor
+
+
+def seconds(
+    signature: OpSignature, device: DeviceSpec, correction: Correction = NO_CORRECTION
+) -> float:
+    """Predicted seconds of one run."""
+    done = work(signature)
+    return device.launch_seconds + _net_seconds(signature, done, device) * correction.factor(
+        signature.op, done.kind
+    )
+
+
+def fit_correction(rows: Iterable[Row], device: DeviceSpec) -> Correction:
+    """Learns the correction of a device from rows measured on it."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        done = work(row.signature)
+        predicted = _net_seconds(row.signature, done, device)
+        measured = row.seconds - device.launch_seconds
+        if predicted <= 0 or measured <= 0:
+            continue  # says nothing beyond the launch overhead
+        for key in (f"op {row.signature.op}", f"class {done.kind}", "all"):
+            ratios.setdefault(key, []).append(measured / predicted)
+    return Correction(
+        {key: _median(values) for key, values in ratios.items() if len(values) >= _LEAST_ROWS}
+    )
+
+
+def work(signature: OpSignature) -> Work:
+    """FLOPs and bytes of one run, from the shapes alone."""
+    count = _COUNTS.get(signature.op, _elementwise)
+    return count(signature)
+
+
+def _net_seconds(signature: OpSignature, done: Work, device: DeviceSpec) -> float:
+    peak = device.peak_flops(_compute_dtype(signature), done.matrix)
+    return max(done.flops / peak, done.bytes / device.bandwidth)
+
+
+def _compute_dtype(signature: OpSignature) -> str:
+    for tensor in (*signature.inputs, *signature.outputs):
+        if "float" in tensor.dtype:
+            return tensor.dtype
+    return "float32"
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    if len(ordered) % 2:
+        return ordered[middle]
+    return math.sqrt(ordered[middle - 1] * ordered[middle])
+
+
+# --- Moving data ---------------------------------------------------------------------------
+
+
+def _all_bytes(signature: OpSignature) -> int:
+    return signature.input_bytes + signature.output_bytes
+
+
+def _nothing(signature: OpSignature) -> Work:
+    """Passes its input on, or looks at shapes only."""
+    return Work("free", 0, 0)
+
+
+def _copy(signature: OpSignature) -> Work:
+    """Reads all inputs and writes all outputs without computing."""
+    return Work("movement", 0, _all_bytes(signature))
+
+
+def _part(signature: OpSignature) -> Work:
+    """Reads no more of its input than it writes (slices, gathers by contiguous rows)."""
+    return Work("movement", 0, 2 * signature.output_bytes)
+
+
+def _fill(signature: OpSignature) -> Work:
+    """Writes without reading a large input."""
+    return Work("movement", 0, signature.output_bytes)
+
+
+def _gather(signature: OpSignature) -> Work:
+    """Reads the rows that the indices name, and the indices."""
+    return Work("gather", 0, 2 * signature.output_bytes + signature.inputs[1].bytes)
+
+
+def _scatter(signature: OpSignature) -> Work:
+    """Adds rows into a new tensor: indices and rows are read, every output row is written."""
+    added = max(tensor.elements for tensor in signature.inputs if "float" in tensor.dtype)
+    return Work("gather", added, _all_bytes(signature))
+
+
+def _scatter_variable(signature: OpSignature) -> Work:
+    """Adds rows into a variable: only the named rows of it are read and written."""
+    _, indices, rows = signature.inputs[:3]
+    return Work("gather", rows.elements, 3 * rows.bytes + indices.bytes)
+
+
+def _random(signature: OpSignature) -> Work:
+    elements = sum(tensor.elements for tensor in signature.outputs)
+    return Work("random", elements, signature.output_bytes)
+
+
+# --- Elementwise ---------------------------------------------------------------------------
+
+# FLOPs an element, where it is not one.
+_PER_ELEMENT: Mapping[str, int] = {
+    "SquaredDifference": 2,
+    "SigmoidGrad": 3,
+    "TanhGrad": 3,
+    "RsqrtGrad": 4,
+    "SqrtGrad": 2,
+    "ReciprocalGrad": 3,
+    "InvGrad": 3,
+    "SoftplusGrad": 3,
+    "SoftsignGrad": 4,
+    "EluGrad": 2,
+    "SeluGrad": 2,
+    "MulNoNan": 2,
+    "DivNoNan": 2,
+    "ClipByValue": 2,
+    "Cast": 0,
+}
+_FUNCTIONS = frozenset(
+    {"Exp", "Expm1", "Log", "Log1p", "Sqrt", "Rsqrt", "Tanh", "Sigmoid", "Erf", "Erfc", "Erfinv"}
+    | {"Pow", "Sin", "Cos", "Tan", "Asin", "Acos", "Atan", "Atan2", "Sinh", "Cosh", "Lgamma"}
+    | {"Digamma", "Softplus", "Elu", "Selu", "Softsign", "SoftplusGrad", "Inv", "Reciprocal"}
+    | {"RealDiv", "Div", "DivNoNan", "SigmoidGrad", "TanhGrad", "RsqrtGrad", "SqrtGrad"}
+)
+
+
+def _elementwise(signature: OpSignature) -> Work:
+    """One FLOP (or as listed) an element of the output; also what an unknown op counts as."""
+    elements = max((tensor.elements for tensor in signature.outputs), default=0)
+    flops = elements * _PER_ELEMENT.get(signature.op, 1)
+    kind = "function" if signature.op in _FUNCTIONS else "elementwise"
+    return Work(kind, flops, _all_bytes(signature))
+
+
+def _add_n(signature: OpSignature) -> Work:
+    flops = (len(signature.inputs) - 1) * signature.outputs[0].elements
+    return Work("elementwise", flops, _all_bytes(signature))
+
+
+# FLOPs an element of an optimizer's fused update.
+_UPDATE_FLOPS: Mapping[str, int] = {
+    "ResourceApplyGradientDescent": 2,
+    "ResourceApplyMomentum": 4,
+    "ResourceApplyKerasMomentum": 4,
+    "ResourceApplyAdagradV2": 6,
+    "ResourceApplyRMSProp": 9,
+    "ResourceApplyAdam": 12,
+    "ResourceApplyAdamWithAmsgrad": 13,
+    "AssignAddVariableOp": 1,
+    "AssignSubVariableOp": 1,
+    "AssignVariableOp": 0,
+}
+
+
+def _update(signature: OpSignature) -> Work:
+    """Reads everything and writes every variable; an assignment takes the buffer over."""
+    if signature.op == "AssignVariableOp":
+        return _nothing(signature)
+    variables = [tensor for tensor in signature.inputs if tensor.dtype == "resource"]
+    elements = max((tensor.elements for tensor in variables), default=0)
+    gradients = sum(tensor.bytes for tensor in signature.inputs)
+    variable_bytes = signature.input_bytes - gradients
+    flops = elements * _UPDATE_FLOPS[signature.op]
+    return Work("update", flops, gradients + 2 * variable_bytes)
+
+
+# --- Reductions, softmax, normalisations ---------------------------------------------------
+
+
+def _reduction(signature: OpSignature) -> Work:
+    """One operation less than there are elements for each result; a mean divides once more."""
+    read, written = signature.inputs[0].elements, signature.outputs[0].elements
+    flops = read - written + (written if signature.op == "Mean" else 0)
+    return Work("reduction", max(flops, 0), _all_bytes(signature))
+
+
+def _l2_loss(signature: OpSignature) -> Work:
+    return Work("reduction", 2 * signature.inputs[0].elements, _all_bytes(signature))
+
+
+def _softmax(signature: OpSignature) -> Work:
+    """Largest, difference, exp, sum and quotient (or logarithm) of each element."""
+    return Work("softmax", 5 * signature.inputs[0].elements, _all_bytes(signature))
+
+
+def _cross_entropy(signature: OpSignature) -> Work:
+    """A softmax, the loss (product and sum) and the gradient (difference) of each element."""
+    return Work("softmax", 8 * signature.inputs[0].elements, _all_bytes(signature))
+
+
+def _batch_norm(signature: OpSignature) -> Work:
+    """Training: mean 1, variance 3, normalisation 3 an element; inference: 2."""
+    training = signature.attr("is_training", "true") == "true"
+    flops = signature.inputs[0].elements * (7 if training else 2)
+    return Work("normalisation", flops, _all_bytes(signature))
+
+
+def _batch_norm_grad(signature: OpSignature) -> Work:
+    """Sums of the gradient (1) and of its product with the centred input (3), then 5."""
+    return Work("normalisation", 9 * signature.inputs[1].elements, _all_bytes(signature))
+
+
+# --- Windows: convolutions and pooling -----------------------------------------------------
+
+
+def _spatial_axes(signature: OpSignature, rank: int) -> range:
+    channels_first = signature.attr("data_format").startswith("NC")
+    return range(2, rank) if channels_first else range(1, rank - 1)
+
+
+def _channel_axis(signature: OpSignature, rank: int) -> int:
+    return 1 if signature.attr("data_format").startswith("NC") else rank - 1
+
+
+def _integers(text: str) -> list[int]:
+    return [int(item) for item in text.split(",") if item]
+
+
+def _taps(
+    signature: OpSignature, image: Sequence[int], windows: Sequence[int], result: Sequence[int]
+) -> int:
+    """Pairs (output position, tap) that fall on the image, not on padding, over all axes.
+
+    Args:
+      image, result: full shapes of the larger and the smaller side.
+      windows: window sizes of the spatial axes.
+    """
+    rank = len(image)
+    strides = _integers(signature.attr("strides")) or [1] * rank
+    dilations = _integers(signature.attr("dilations")) or [1] * rank
+    explicit = _integers(signature.attr("explicit_paddings"))
+    total = 1
+    for window, axis in zip(windows, _spatial_axes(signature, rank), strict=True):
+        size, outputs = image[axis], result[axis]
+        stride, dilation = strides[axis], dilations[axis]
+        before = 0
+        if signature.attr("padding") == "SAME":
+            reach = (window - 1) * dilation + 1
+            before = max((outputs - 1) * stride + reach - size, 0) // 2
+        elif explicit:
+            before = explicit[2 * axis]
+        total *= sum(
+            0 <= output * stride - before + tap * dilation < size
+            for output in range(outputs)
+            for tap in range(window)
+        )
+    return total
+
+
+def _convolution(
+    signature: OpSignature,
+    image: TensorType,
+    kernel: TensorType,
+    result: TensorType,
+    kind: str,
+) -> Work:
+    """Two FLOPs a tap; the gradients for input and filter make the same products."""
+    taps = _taps(signature, image.shape, kernel.shape[:-2], result.shape)
+    # A kernel is (window..., input channels of one group, output channels); a depthwise
+    # one (window..., channels, multiplier): either way each pair of them makes a product.
+    flops = 2 * image.shape[0] * taps * kernel.shape[-2] * kernel.shape[-1]
+    return Work(kind, flops, _all_bytes(signature), matrix=not kind.startswith("depthwise"))
+
+
+def _forward(signature: OpSignature) -> Work:
+    image, kernel = signature.inputs[:2]
+    kind = "depthwise convolution" if signature.op.startswith("Depthwise") else "convolution"
+    return _convolution(signature, image, kernel, signature.outputs[0], kind)
+
+
+def _fused_convolution(signature: OpSignature) -> Work:
+    plain = _forward(signature)
+    flops = plain.flops + _fused_flops(signature)
+    return Work(plain.kind, flops, plain.bytes, plain.matrix)
+
+
+def _input_gradient(signature: OpSignature) -> Work:
+    """Also what a transposed convolution is."""
+    kernel, result = signature.inputs[1:3]
+    kind = "convolution"
+    if signature.op.startswith("Depthwise"):
+        kind = "depthwise convolution"
+    return _convolution(signature, signature.outputs[0], kernel, result, f"{kind}, input gradient")
+
+
+def _filter_gradient(signature: OpSignature) -> Work:
+    image, _, result = signature.inputs[:3]
+    kind = "convolution"
+    if signature.op.startswith("Depthwise"):
+        kind = "depthwise convolution"
+    return _convolution(signature, image, signature.outputs[0], result, f"{kind}, filter gradient")
+
+
+def _pooling(signature: OpSignature, image: TensorType, result: TensorType) -> Work:
+    """One FLOP a tap."""
+    rank = len(image.shape)
+    sizes = _integers(signature.attr("ksize"))
+    windows = [sizes[axis] for axis in _spatial_axes(signature, rank)]
+    taps = _taps(signature, image.shape, windows, result.shape)
+    channels = image.shape[_channel_axis(signature, rank)]
+    gradient = signature.op.endswith(("Grad", "GradV2"))
+    kind = "pooling gradient" if gradient else "pooling"
+    return Work(kind, image.shape[0] * taps * channels, _all_bytes(signature))
+
+
+def _pool(signature: OpSignature) -> Work:
+    return _pooling(signature, signature.inputs[0], signature.outputs[0])
+
+
+def _max_pool_gradient(signature: OpSignature) -> Work:
+    return _pooling(signature, signature.inputs[0], signature.inputs[2])
+
+
+def _average_pool_gradient(signature: OpSignature) -> Work:
+    return _pooling(signature, signature.outputs[0], signature.inputs[1])
+
+
+# --- Products ------------------------------------------------------------------------------
+
+
+def _fused_flops(signature: OpSignature) -> int:
+    """One FLOP an element of the output for each operation fused in."""
+    fused = [name for name in signature.attr("fused_ops").split(",") if name]
+    return len(fused) * signature.outputs[0].elements
+
+
+def _matmul(signature: OpSignature) -> Work:
+    left = signature.inputs[0].shape
+    adjoint = "true" in (signature.attr("transpose_a"), signature.attr("adj_x"))
+    inner = left[-2] if adjoint else left[-1]
+    flops = 2 * signature.outputs[0].elements * inner + _fused_flops(signature)
+    return Work("matrix product", flops, _all_bytes(signature), matrix=True)
+
+
+def _einsum(signature: OpSignature) -> Work:
+    """Two FLOPs for each combination of all labels, where two operands meet."""
+    equation = signature.attr("equation").replace(" ", "")
+    sizes: dict[str, int] = {}
+    broadcast = 1
+    for labels, tensor in zip(equation.split("->")[0].split(","), signature.inputs, strict=True):
+        head, ellipsis, tail = labels.partition("...")
+        shape = tensor.shape
+        sizes.update(zip(head, shape, strict=False))
+        if tail:
+            sizes.update(zip(tail, shape[-len(tail) :], strict=True))
+        if ellipsis:
+            middle = shape[len(head) : len(shape) - len(tail)]
+            broadcast = max(broadcast, math.prod(middle))
+    combinations = broadcast * math.prod(sizes.values())
+    if len(signature.inputs) == 1:
+        flops = max(combinations - signature.outputs[0].elements, 0)
+        return Work("reduction" if flops else "movement", flops, _all_bytes(signature))
+    return Work("matrix product", 2 * combinations, _all_bytes(signature), matrix=True)
+
+
+# --- Resampling ----------------------------------------------------------------------------
+
+# FLOPs an element: a linear interpolation is 3, bilinear makes three of them; bicubic
+# weighs four rows of four taps, then the four results.
+_RESIZE_FLOPS: Mapping[str, int] = {"NearestNeighbor": 0, "Bilinear": 9, "Bicubic": 40}
+
+
+def _resize(signature: OpSignature) -> Work:
+    each = next(n for method, n in _RESIZE_FLOPS.items() if method in signature.op)
+    fine = signature.inputs[0] if signature.op.endswith("Grad") else signature.outputs[0]
+    return Work("resampling", each * fine.elements, _all_bytes(signature))
+
+
+def _table(*groups: tuple[Callable[[OpSignature], Work], str]) -> dict[str, Callable[..., Work]]:
+    return {op: count for count, ops in groups for op in ops.split()}
+
+
+_COUNTS: Mapping[str, Callable[[OpSignature], Work]] = _table(
+    (
+        _nothing,
+        "Identity IdentityN Reshape Squeeze ExpandDims StopGradient PreventGradient Snapshot "
+        "CheckNumerics Shape ShapeN Size Rank ReadVariableOp VarHandleOp Const Placeholder NoOp "
+        "EnsureShape VariableShape BroadcastGradientArgs VarIsInitializedOp _Arg _Retval Bitcast",
+    ),
+    (
+        _copy,
+        "Transpose ConjugateTranspose Concat ConcatV2 Pack Unpack Pad PadV2 MirrorPad "
+        "MirrorPadGrad Tile BroadcastTo Split SplitV StridedSliceGrad SpaceToBatchND Reverse "
+        "BatchToSpaceND SpaceToDepth DepthToSpace ReverseV2 Roll InvertPermutation MatrixDiagV3 "
+        "MatrixBandPart Where",
+    ),
+    (_part, "Slice StridedSlice"),
+    (_fill, "Fill ZerosLike OnesLike Range OneHot LinSpace"),
+    (_gather, "Gather GatherV2 GatherNd ResourceGather ResourceGatherNd"),
+    (
+        _scatter,
+        "ScatterNd TensorScatterAdd TensorScatterUpdate UnsortedSegmentSum SegmentSum",
+    ),
+    (_scatter_variable, "ResourceScatterAdd ResourceScatterSub ResourceScatterUpdate"),
+    (
+        _random,
+        "RandomUniform RandomStandardNormal RandomUniformInt TruncatedNormal "
+        "StatelessRandomUniform StatelessRandomUniformV2 StatelessRandomNormal "
+        "StatelessRandomNormalV2 StatelessRandomUniformInt StatelessRandomUniformIntV2 "
+        "StatelessRandomUniformFullInt StatelessRandomUniformFullIntV2 StatelessTruncatedNormal "
+        "StatelessTruncatedNormalV2",
+    ),
+    (_add_n, "AddN AccumulateNV2"),
+    (_update, " ".join(_UPDATE_FLOPS)),
+    (
+        _reduction,
+        "Sum Mean Max Min Prod All Any ArgMax ArgMin BiasAddGrad EuclideanNorm Cumsum",
+    ),
+    (_l2_loss, "L2Loss"),
+    (_softmax, "Softmax LogSoftmax"),
+    (_cross_entropy, "SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits"),
+    (
+        _batch_norm,
+        "FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 _FusedBatchNormEx",
+    ),
+    (
+        _batch_norm_grad,
+        "FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3 _FusedBatchNormGradEx",
+    ),
+    (_forward, "Conv2D Conv3D DepthwiseConv2dNative"),
+    (_fused_convolution, "_FusedConv2D _FusedConv3D _FusedDepthwiseConv2dNative"),
+    (
+        _input_gradient,
+        "Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput",
+    ),
+    (
+        _filter_gradient,
+        "Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter",
+    ),
+    (_pool, "MaxPool AvgPool MaxPool3D AvgPool3D MaxPoolV2"),
+    (_max_pool_gradient, "MaxPoolGrad MaxPool3DGrad"),
+    (_average_pool_gradient, "AvgPoolGrad AvgPool3DGrad"),
+    (_matmul, "MatMul _FusedMatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 _FusedBatchMatMulV2"),
+    (_einsum, "Einsum"),
+    (
+        _resize,
+        "ResizeNearestNeighbor ResizeNearestNeighborGrad ResizeBilinear ResizeBilinearGrad "
+        "ResizeBicubic ResizeBicubicGrad",
+    ),
+)
