@@ -91,7 +91,9 @@ def fit_correction(rows: Iterable[Row], device: DeviceSpec) -> Correction:
 
 
 def work(signature: OpSignature) -> Work:
-    """FLOPs and bytes of one run, from the shapes alone."""
+    """FLOPs and bytes of one run, from the shapes alone; known bytes only if one is unknown."""
+    if not signature.is_static:
+        return Work("unknown", 0, _all_bytes(signature))
     count = _COUNTS.get(signature.op, _elementwise)
     return count(signature)
 
@@ -148,10 +150,14 @@ def _gather(signature: OpSignature) -> Work:
     return Work("gather", 0, 2 * signature.output_bytes + signature.inputs[1].bytes)
 
 
+# Which input holds the rows that are scattered, where it is not the third.
+_SCATTERED: Mapping[str, int] = {"ScatterNd": 1, "UnsortedSegmentSum": 0, "SegmentSum": 0}
+
+
 def _scatter(signature: OpSignature) -> Work:
     """Adds rows into a new tensor: indices and rows are read, every output row is written."""
-    added = max(tensor.elements for tensor in signature.inputs if "float" in tensor.dtype)
-    return Work("gather", added, _all_bytes(signature))
+    rows = signature.inputs[_SCATTERED.get(signature.op, 2)]
+    return Work("gather", rows.elements, _all_bytes(signature))
 
 
 def _scatter_variable(signature: OpSignature) -> Work:
