@@ -29,11 +29,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from .keep import Training, best_schedule, check_options, keep, trainings
+from .keep import Training, best_schedule, check_options, keep, segment_sizes, trainings
 from .method import Monitor, Outcome, Problem
 from .schedule import Schedule
-
-_BOUNDS = 64  # segment sizes that chen_greedy tries
 
 
 def chen_sqrt(problem: Problem, monitor: Monitor) -> Outcome:
@@ -63,8 +61,8 @@ def chen_greedy(problem: Problem, monitor: Monitor) -> Outcome:
     def schedules() -> Iterator[Schedule | None]:
         for training in trainings(problem.graph):
             for candidates in _candidates(problem, training):
-                choices = (_greedy(training, candidates, bound) for bound in _bounds(training))
-                for kept in dict.fromkeys(choices):
+                sizes = segment_sizes(training)
+                for kept in dict.fromkeys(_greedy(training, candidates, size) for size in sizes):
                     yield keep(training, kept)
 
     return best_schedule(problem, monitor, schedules())
@@ -144,12 +142,3 @@ def _greedy(training: Training, candidates: tuple[int, ...], bound: float) -> fr
             kept.append(node)
             size = 0
     return frozenset(kept)
-
-
-def _bounds(training: Training) -> Iterator[float]:
-    """Segment sizes in bytes, from the whole forward pass down to one node."""
-    sizes = [training.graph.nodes[node].bytes for node in training.forward]
-    total = sum(sizes)
-    least = min((size for size in sizes if size), default=1)
-    for step in range(_BOUNDS):
-        yield total * (least / max(total, 1)) ** (step / (_BOUNDS - 1))

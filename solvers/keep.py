@@ -30,6 +30,7 @@ from .schedule import Schedule, simulate
 
 Keeps = Callable[[int, int, int], bool]
 
+_SIZES = 64  # segment sizes that a search tries
 _LONGEST = 20  # runs of a schedule worth having, as a multiple of the graph's nodes
 
 
@@ -70,6 +71,18 @@ def trainings(graph: Graph) -> Iterator[Training]:
     order = memory_order(graph)
     if order != given:
         yield training(graph, order)
+
+
+def segment_sizes(training: Training) -> Iterator[float]:
+    """Sizes of segments to try, in bytes: from the whole forward part to its least node.
+
+    64 of them, in geometric progression.
+    """
+    sizes = [training.graph.nodes[node].bytes for node in training.forward]
+    total = max(1, sum(sizes))
+    least = min((size for size in sizes if size), default=1)
+    for step in range(_SIZES):
+        yield total * (least / total) ** (step / (_SIZES - 1))
 
 
 def keep(training: Training, kept: Collection[int]) -> Schedule | None:

@@ -62,9 +62,7 @@ def openai(problem: Problem, monitor: Monitor) -> Outcome:
     return best_schedule(problem, monitor, schedules())
 
 
-def _chooser(
-    graph: Graph, options: Mapping[str, Any]
-) -> Callable[[Training], Collection[int]]:
+def _chooser(graph: Graph, options: Mapping[str, Any]) -> Callable[[Training], Collection[int]]:
     """The function that chooses the checkpoints."""
     mode = options.get("mode", "memory")
     if "names" in options and mode != "collection":
