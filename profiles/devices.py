@@ -30,7 +30,7 @@ class DeviceSpec:
         since TensorFlow uses it by default).
       vector_flops: peak FLOP/s of everything else by dtype.
       bandwidth: bytes per second between the device and its memory.
-      memory: bytes of its memory.
+      memory: bytes of its memory; None if unknown.
       launch_seconds: least seconds that any operation takes.
       source: where the figures come from.
     """
@@ -39,7 +39,7 @@ class DeviceSpec:
     matrix_flops: Mapping[str, float] = field(hash=False)
     vector_flops: Mapping[str, float] = field(hash=False)
     bandwidth: float
-    memory: int
+    memory: int | None
     launch_seconds: float
     source: str
 

@@ -99,11 +99,11 @@ def work(signature: OpSignature) -> Work:
 
 
 def _net_seconds(signature: OpSignature, done: Work, device: DeviceSpec) -> float:
-    peak = device.peak_flops(_compute_dtype(signature), done.matrix)
+    peak = device.peak_flops(compute_dtype(signature), done.matrix)
     return max(done.flops / peak, done.bytes / device.bandwidth)
 
 
-def _compute_dtype(signature: OpSignature) -> str:
+def compute_dtype(signature: OpSignature) -> str:
     for tensor in (*signature.inputs, *signature.outputs):
         if "float" in tensor.dtype:
             return tensor.dtype

@@ -1,0 +1,342 @@
+"""The price of any operation: measured, fitted from other sizes, or from the roofline.
+
+A ``Pricer`` answers from the best source it has, and says which that was:
+
+* ``given``: the caller's own figure for a signature or an op type;
+* ``measured``: a row of the table;
+* ``fitted``: rows of the same operation at other sizes (another batch size, say);
+* ``roofline``: the device's specification, corrected by the table's rows.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, get_args
+
+from . import roofline
+from .devices import DeviceSpec, UnknownDeviceError, find_device
+from .signature import OpSignature, TensorType
+from .table import Row, Table, TableError, load_table
+
+Kind = Literal["given", "measured", "fitted", "roofline"]
+_NEAREST = 4  # rows behind a fit
+_BEYOND_CACHE = 32 * 2**20  # bytes from which on an operation shows the memory's bandwidth
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one run of an operation costs.
+
+    Attributes:
+      seconds: how long it takes.
+      workspace: bytes it holds beside inputs and outputs while it runs.
+      kind: where the seconds come from.
+    """
+
+    seconds: float
+    workspace: int
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Pricer:
+    """Prices operations on one device.
+
+    Attributes:
+      device: its specification.
+      table: its measured rows.
+      given: seconds by signature text or op type, which come before all else.
+    """
+
+    device: DeviceSpec
+    table: Table = field(default_factory=Table)
+    given: Mapping[str, float] = field(default_factory=dict)
+
+    def price(self, signature: OpSignature) -> Price:
+        """The price of one run."""
+        row = self.table.get(signature.text)
+        workspace = self._workspace(signature, row)
+        for key in (signature.text, signature.op):
+            if key in self.given:
+                return Price(self.given[key], workspace, "given")
+        if row is not None:
+            return Price(row.seconds, workspace, "measured")
+        neighbours = self._neighbours(signature)
+        if neighbours:
+            return Price(self._fit(signature, neighbours), workspace, "fitted")
+        return Price(
+            roofline.seconds(signature, self.device, self._correction), workspace, "roofline"
+        )
+
+    @cached_property
+    def _correction(self) -> roofline.Correction:
+        return roofline.fit_correction(self.table.rows, self.device)
+
+    @cached_property
+    def _families(self) -> dict[tuple[object, ...], list[Row]]:
+        families: dict[tuple[object, ...], list[Row]] = {}
+        for row in self.table.rows:
+            families.setdefault(_family(row.signature), []).append(row)
+        return families
+
+    @cached_property
+    def _workspace_shares(self) -> dict[str, float]:
+        """By op type, the median of workspace over bytes of inputs and outputs."""
+        shares: dict[str, list[float]] = {}
+        for row in self.table.rows:
+            moved = row.signature.input_bytes + row.signature.output_bytes
+            if row.workspace_bytes is not None and moved:
+                shares.setdefault(row.signature.op, []).append(row.workspace_bytes / moved)
+        return {op: sorted(values)[len(values) // 2] for op, values in shares.items()}
+
+    def _workspace(self, signature: OpSignature, row: Row | None) -> int:
+        """Measured, or what the same op type needed for its size, or 0."""
+        if row is not None and row.workspace_bytes is not None:
+            return row.workspace_bytes
+        share = self._workspace_shares.get(signature.op, 0.0)
+        return math.ceil(share * (signature.input_bytes + signature.output_bytes))
+
+    def _neighbours(self, signature: OpSignature) -> list[Row]:
+        """The rows of the same operation at the sizes nearest to this one."""
+        scaled = []
+        for row in self._families.get(_family(signature), ()):
+            scale = _scale(signature, row.signature)
+            if scale is not None and scale != 1:
+                scaled.append((abs(math.log(scale)), row))
+        scaled.sort(key=lambda pair: pair[0])
+        return [row for _, row in scaled[:_NEAREST]]
+
+    def _fit(self, signature: OpSignature, rows: Sequence[Row]) -> float:
+        """Seconds as constant + slope x roofline, by least squares of the relative error.
+
+        The constant and the slope are not negative; one row alone, or rows of
+        one size, give a slope only.
+        """
+        target = roofline.seconds(signature, self.device)
+        sizes = [roofline.seconds(row.signature, self.device) for row in rows]
+        times = [max(row.seconds, 1e-9) for row in rows]
+        # In units of the measured times: minimise the sum of (c/t + s*x/t - 1)^2.
+        ones = [1 / t for t in times]
+        slopes = [x / t for x, t in zip(sizes, times, strict=True)]
+        a, b, c = _dot(ones, ones), _dot(ones, slopes), _dot(slopes, slopes)
+        determinant = a * c - b * b
+        if determinant > 1e-9 * a * c:
+            constant = (c * sum(ones) - b * sum(slopes)) / determinant
+            slope = (a * sum(slopes) - b * sum(ones)) / determinant
+            if constant >= 0 and slope >= 0:
+                return constant + slope * target
+            if slope < 0:  # noise: larger ones were not slower
+                return sum(ones) / a
+        return sum(slopes) / c * target
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of a step each kind of price makes up.
+
+    Attributes:
+      operations: number of operations by kind.
+      seconds: sum of their prices by kind.
+    """
+
+    operations: Mapping[str, int]
+    seconds: Mapping[str, float]
+
+    def __str__(self) -> str:
+        total = sum(self.seconds.values()) or 1.0
+        return "\n".join(
+            f"{kind:9} {self.operations[kind]:7} operations {self.seconds[kind]:10.4f} s "
+            f"{100 * self.seconds[kind] / total:5.1f} %"
+            for kind in self.operations
+        )
+
+
+@dataclass(frozen=True)
+class Validation:
+    """How well one kind of price predicts rows that it has not seen.
+
+    Attributes:
+      kind: "fitted" or "roofline".
+      rows: number of rows predicted.
+      median_error: median of |predicted / measured - 1|.
+      largest_tenth_error: that error's 90th percentile.
+      total_ratio: sum of the predictions over sum of the measurements.
+    """
+
+    kind: Kind
+    rows: int
+    median_error: float
+    largest_tenth_error: float
+    total_ratio: float
+
+
+def coverage(prices: Iterable[Price]) -> Coverage:
+    """Counts and sums the prices of a step's operations by kind."""
+    operations = dict.fromkeys(get_args(Kind), 0)
+    seconds = dict.fromkeys(get_args(Kind), 0.0)
+    for price in prices:
+        operations[price.kind] += 1
+        seconds[price.kind] += price.seconds
+    return Coverage(operations, seconds)
+
+
+def cross_validate(table: Table, device: DeviceSpec, folds: int = 10) -> tuple[Validation, ...]:
+    """Predicts every row without it, and reports the error of each kind of price.
+
+    For fits, each row in turn is left out.  For the roofline, a tenth of the
+    rows (every tenth by signature) is left out at a time, and no row at another
+    size is used.
+    """
+    pairs: dict[Kind, list[tuple[float, float]]] = {"fitted": [], "roofline": []}
+    pricer = Pricer(device, table)
+    ordered = sorted(table.rows, key=lambda row: row.signature.text)
+    for row in ordered:
+        neighbours = pricer._neighbours(row.signature)
+        if neighbours:
+            pairs["fitted"].append((pricer._fit(row.signature, neighbours), row.seconds))
+    for fold in range(folds):
+        kept = [row for index, row in enumerate(ordered) if index % folds != fold]
+        correction = roofline.fit_correction(kept, device)
+        for row in ordered[fold::folds]:
+            predicted = roofline.seconds(row.signature, device, correction)
+            pairs["roofline"].append((predicted, row.seconds))
+    return tuple(_validation(kind, found) for kind, found in pairs.items() if found)
+
+
+def spec_of_rows(name: str, rows: Iterable[Row], memory: int | None = None) -> DeviceSpec:
+    """A specification from the best that measured rows achieved.
+
+    Raises:
+      TableError: if there are no rows to tell from.
+    """
+    matrix: dict[str, float] = {}
+    vector: dict[str, float] = {}
+    cached, uncached, launch = 0.0, 0.0, math.inf
+    for row in rows:
+        if row.seconds <= 0:
+            continue
+        done = roofline.work(row.signature)
+        peaks = matrix if done.matrix else vector
+        dtype = roofline.compute_dtype(row.signature)
+        peaks[dtype] = max(peaks.get(dtype, 0.0), done.flops / row.seconds)
+        cached = max(cached, done.bytes / row.seconds)
+        if done.bytes >= _BEYOND_CACHE:
+            uncached = max(uncached, done.bytes / row.seconds)
+        launch = min(launch, row.seconds)
+    if not matrix and not vector:
+        raise TableError(f"no measured rows of {name} to tell its speed from")
+    vector.setdefault("float32", max(vector.values(), default=0.0) or max(matrix.values()))
+    return DeviceSpec(
+        name=name,
+        matrix_flops=matrix,
+        vector_flops={dtype: peak for dtype, peak in vector.items() if peak > 0},
+        bandwidth=uncached or cached,
+        memory=memory,
+        launch_seconds=launch,
+        source="the best of its measured rows",
+    )
+
+
+def load_pricer(
+    profile: str | os.PathLike[str] | Mapping[str, float], device: DeviceSpec | None = None
+) -> Pricer:
+    """The pricer that a user's ``profile=`` names.
+
+    Args:
+      profile: a device's name, with its recorded table where there is one; a
+        CSV table; or seconds by signature text or op type.
+      device: what prices operations that a mapping does not list.
+
+    Raises:
+      UnknownDeviceError: if it is neither a file nor the name of a device.
+      TableError: if the file is not a table, or a given price is not a price.
+    """
+    if isinstance(profile, Mapping):
+        return _given_pricer(profile, device)
+    path = Path(profile)
+    if path.suffix == ".csv" or path.is_file():
+        if not path.is_file():
+            raise TableError(f"{path}: there is no such table")
+        table = load_table(path)
+        return Pricer(device or _spec_of_table(table, path), table)
+    spec = find_device(os.fspath(profile))
+    recorded = Path(__file__).with_name(f"{spec.name}.csv")
+    return Pricer(spec, load_table(recorded) if recorded.is_file() else Table())
+
+
+def _given_pricer(given: Mapping[str, float], device: DeviceSpec | None) -> Pricer:
+    for key, value in given.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or value < 0:
+            raise TableError(f"the price of {key!r} is {value!r}; it must be seconds, 0 or more")
+    if device is None:
+        raise TableError("a mapping of prices needs a device for the operations it leaves out")
+    return Pricer(device, given=dict(given))
+
+
+def _spec_of_table(table: Table, path: Path) -> DeviceSpec:
+    if table.device is None:
+        raise TableError(f"{path}: the table has no rows")
+    try:
+        return find_device(table.device)
+    except UnknownDeviceError:
+        return spec_of_rows(table.device, table.rows)
+
+
+def _family(signature: OpSignature) -> tuple[object, ...]:
+    """What operations share that differ in size only."""
+    operands = tuple(
+        (tensor.dtype, len(tensor.shape), tensor.value is None)
+        for tensor in (*signature.inputs, *signature.outputs)
+    )
+    return signature.op, signature.attrs, len(signature.inputs), operands
+
+
+def _scale(target: OpSignature, other: OpSignature) -> float | None:
+    """The one factor by which some dimensions of ``target`` exceed those of ``other``.
+
+    1 if they are the same; None if they differ otherwise.  Values of integer
+    inputs must agree, unless they repeat the shape of the output.
+    """
+    ratio: tuple[int, int] | None = None
+    for mine, its in zip(
+        (*target.inputs, *target.outputs), (*other.inputs, *other.outputs), strict=True
+    ):
+        if mine.value != its.value and not (
+            _is_output_shape(mine, target) and _is_output_shape(its, other)
+        ):
+            return None
+        for a, b in zip(mine.shape, its.shape, strict=True):
+            if a == b:
+                continue
+            if a <= 0 or b <= 0:
+                return None
+            if ratio is None:
+                ratio = (a, b)
+            elif a * ratio[1] != b * ratio[0]:
+                return None
+    return 1.0 if ratio is None else ratio[0] / ratio[1]
+
+
+def _is_output_shape(tensor: TensorType, signature: OpSignature) -> bool:
+    return tensor.value == signature.outputs[0].shape
+
+
+def _validation(kind: Kind, pairs: Sequence[tuple[float, float]]) -> Validation:
+    errors = sorted(abs(predicted / max(seen, 1e-9) - 1) for predicted, seen in pairs)
+    return Validation(
+        kind=kind,
+        rows=len(pairs),
+        median_error=errors[len(errors) // 2],
+        largest_tenth_error=errors[min(len(errors) - 1, int(0.9 * len(errors)))],
+        total_ratio=sum(p for p, _ in pairs) / max(sum(s for _, s in pairs), 1e-9),
+    )
+
+
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    return math.fsum(x * y for x, y in zip(left, right, strict=True))
