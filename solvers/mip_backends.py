@@ -1,0 +1,132 @@
+"""The adapters of ``mip``: CBC through CyLP, and HiGHS through scipy.
+
+``python -m remat.solvers.mip_backends cbc|highs`` reads a formulation from
+standard input and writes the solution to standard output, both as ``.npz``.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from scipy.sparse import csc_matrix
+
+Answer = tuple[str, np.ndarray | None, float]
+"""Status, values and bound, as in ``mip.Solution``."""
+
+# Native conditions -> status, where values were found and where they were not.
+_CBC = {
+    "solution": ("optimal", "optimal"),
+    "stopped on gap": ("optimal", "stopped"),
+    "search completed": ("optimal", "infeasible"),
+    "stopped on nodes": ("feasible", "stopped"),
+    "stopped on time": ("feasible", "stopped"),
+    "stopped on user event": ("feasible", "stopped"),
+    "stopped on solutions": ("feasible", "stopped"),
+    "relaxation infeasible": ("infeasible", "infeasible"),
+    "problem proven infeasible": ("infeasible", "infeasible"),
+}
+_CLP = {0: "optimal", 1: "infeasible", 3: "stopped"}
+_HIGHS = {
+    0: ("optimal", "optimal"),
+    1: ("feasible", "stopped"),
+    2: ("infeasible", "infeasible"),
+}
+_NO_INCUMBENT = 1e49  # CBC's objective is 1e50 while it has no solution
+
+
+def cbc(problem: Mapping[str, np.ndarray]) -> Answer:
+    """Solves with CBC, or with Clp where nothing is integer."""
+    from cylp.cy import CyClpSimplex
+    from cylp.py.modeling.CyLPModel import CyLPArray, CyLPModel
+
+    model = CyLPModel()
+    x = model.addVariable("x", len(problem["cost"]))
+    model += x >= CyLPArray(problem["lower"])
+    model += x <= CyLPArray(problem["upper"])
+    lower, upper = problem["row_lower"], problem["row_upper"]
+    model += CyLPArray(lower) <= _matrix(problem) * x <= CyLPArray(upper)
+    model.objective = CyLPArray(problem["cost"]) * x
+    simplex = CyClpSimplex(model)
+    simplex.logLevel = 0
+    if not problem["integer"].any():
+        simplex.dual()
+        status = _CLP.get(simplex.getStatusCode(), "stopped")
+        if status != "optimal":
+            return status, None, np.inf if status == "infeasible" else -np.inf
+        return status, np.array(simplex.primalVariableSolution["x"]), simplex.objectiveValue
+    simplex.copyInIntegerInformation(problem["integer"].astype(np.uint8))
+    search = simplex.getCbcModel()
+    search.logLevel = 0
+    search.maximumSeconds = float(problem["time_limit"])
+    search.allowableFractionGap = float(problem["relative_gap"])
+    search.solve()
+    found = search.solutionCount > 0 and abs(search.objectiveValue) < _NO_INCUMBENT
+    status = _CBC.get(search.status, ("feasible", "stopped"))[not found]
+    if status == "infeasible":
+        return status, None, np.inf
+    values = np.array(search.primalVariableSolution["x"]) if found else None
+    return status, values, search.bestPossibleObjValue
+
+
+def highs(problem: Mapping[str, np.ndarray]) -> Answer:
+    """Solves with HiGHS."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    result = milp(
+        problem["cost"],
+        integrality=problem["integer"].astype(int),
+        bounds=Bounds(problem["lower"], problem["upper"]),
+        constraints=LinearConstraint(
+            _matrix(problem), problem["row_lower"], problem["row_upper"]
+        ),
+        options={
+            "time_limit": float(problem["time_limit"]),
+            "mip_rel_gap": float(problem["relative_gap"]),
+        },
+    )
+    status = _HIGHS.get(result.status, ("feasible", "stopped"))[result.x is None]
+    if status == "infeasible":
+        return status, None, np.inf
+    if not problem["integer"].any():
+        bound = result.fun if status == "optimal" else -np.inf
+    else:
+        bound = -np.inf if result.mip_dual_bound is None else result.mip_dual_bound
+    return status, result.x, bound
+
+
+BACKENDS: dict[str, Callable[[Mapping[str, np.ndarray]], Answer]] = {"cbc": cbc, "highs": highs}
+
+
+def _matrix(problem: Mapping[str, np.ndarray]) -> csc_matrix:
+    shape = (len(problem["row_lower"]), len(problem["cost"]))
+    return csc_matrix((problem["value"], (problem["row"], problem["column"])), shape)
+
+
+def main() -> None:
+    """Solves the formulation on standard input."""
+    answers = os.dup(1)
+    # CBC writes to standard output from C.
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    with np.load(io.BytesIO(sys.stdin.buffer.read()), allow_pickle=False) as problem:
+        status, values, bound = BACKENDS[sys.argv[1]](problem)
+        objective = np.nan if values is None else float(problem["cost"] @ values)
+    message = io.BytesIO()
+    np.savez(
+        message,
+        status=status,
+        found=values is not None,
+        values=np.empty(0) if values is None else values,
+        objective=objective,
+        bound=bound,
+    )
+    with os.fdopen(answers, "wb") as file:
+        file.write(message.getvalue())
+
+
+if __name__ == "__main__":
+    main()
