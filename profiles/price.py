@@ -114,15 +114,15 @@ class Pricer:
     def _fit(self, signature: OpSignature, rows: Sequence[Row]) -> float:
         """Seconds as constant + slope x roofline, by least squares of the relative error.
 
-        The constant and the slope are not negative; one row alone, or rows of
-        one size, give a slope only.
+        Neither is negative.  Rows of one size only, or rows that would make the
+        constant negative, give the slope alone, above the launch overhead.
         """
-        target = roofline.seconds(signature, self.device)
-        sizes = [roofline.seconds(row.signature, self.device) for row in rows]
+        target = self._net(signature)
+        sizes = [self._net(row.signature) for row in rows]
         times = [max(row.seconds, 1e-9) for row in rows]
-        # In units of the measured times: minimise the sum of (c/t + s*x/t - 1)^2.
+        # Minimise the sum of (constant/t + slope*size/t - 1)^2.
         ones = [1 / t for t in times]
-        slopes = [x / t for x, t in zip(sizes, times, strict=True)]
+        slopes = [size / t for size, t in zip(sizes, times, strict=True)]
         a, b, c = _dot(ones, ones), _dot(ones, slopes), _dot(slopes, slopes)
         determinant = a * c - b * b
         if determinant > 1e-9 * a * c:
@@ -132,7 +132,14 @@ class Pricer:
                 return constant + slope * target
             if slope < 0:  # noise: larger ones were not slower
                 return sum(ones) / a
-        return sum(slopes) / c * target
+        launch = min(self.device.launch_seconds, *times)
+        if c == 0:  # moves nothing and computes nothing
+            return sum(times) / len(times)
+        return launch + target * (sum(slopes) - launch * b) / c
+
+    def _net(self, signature: OpSignature) -> float:
+        """Roofline seconds above the launch overhead, uncorrected."""
+        return roofline.seconds(signature, self.device) - self.device.launch_seconds
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,513 @@
+"""Signatures, tables of costs, device specifications, the roofline and prices (no TensorFlow)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from remat.profiles import price, roofline
+from remat.profiles.devices import DEVICES, UnknownDeviceError, find_device
+from remat.profiles.signature import OpSignature, SignatureError, TensorType
+from remat.profiles.table import Row, Table, TableError, append_rows, load_table, save_table
+
+F32 = "float32"
+
+
+def signature(op: str, inputs: list[tuple], outputs: list[tuple], **attrs: str) -> OpSignature:
+    return OpSignature(
+        op,
+        tuple(TensorType(*tensor) for tensor in inputs),
+        tuple(TensorType(*tensor) for tensor in outputs),
+        tuple(sorted(attrs.items())),
+    )
+
+
+def matmul(m: int, k: int, n: int, **attrs: str) -> OpSignature:
+    return signature("MatMul", [(F32, (m, k)), (F32, (k, n))], [(F32, (m, n))], T=F32, **attrs)
+
+
+def relu(*shape: int) -> OpSignature:
+    return signature("Relu", [(F32, shape)], [(F32, shape)], T=F32)
+
+
+def row(of: OpSignature, seconds: float = 1e-3, **changes: object) -> Row:
+    fields: dict = {
+        "signature": of,
+        "seconds": seconds,
+        "spread": 0.01,
+        "repeats": 10,
+        "output_bytes": of.output_bytes,
+        "workspace_bytes": None,
+        "device": "Test CPU",
+        "driver": "none",
+        "tensorflow": "2.21.0",
+        "date": "2026-01-01",
+        "clock": "test",
+    }
+    return Row(**{**fields, **changes})
+
+
+def test_importing_profiles_loads_neither_tensorflow_nor_pandas():
+    code = (
+        "import sys, remat.profiles.price; "
+        "assert not {'tensorflow', 'pandas', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class TestSignature:
+    def test_text_is_read_back(self):
+        original = signature(
+            "Sum",
+            [(F32, (2, 3)), ("int32", (2,), (0, -1)), ("int32", (), (3,)), ("int32", (0,), ())],
+            [(F32, ())],
+            T=F32,
+            equation="a;b={c}%,de->f",
+            list="",
+        )
+        assert OpSignature.from_text(original.text) == original
+
+    def test_a_constant_that_decides_the_computation_is_part_of_the_key(self):
+        rows = signature("Sum", [(F32, (8, 8)), ("int32", (1,), (0,))], [(F32, (8,))])
+        columns = signature("Sum", [(F32, (8, 8)), ("int32", (1,), (1,))], [(F32, (8,))])
+        assert rows.text != columns.text
+
+    @pytest.mark.parametrize(
+        "text", ["", "Relu", "Relu(float32[2]) -> float32[2]", "Relu(float32[2x]x) -> ()", "a() b"]
+    )
+    def test_other_text_is_refused(self, text: str):
+        with pytest.raises(SignatureError, match="not "):
+            OpSignature.from_text(text)
+
+    def test_bytes_count_variables_behind_handles(self):
+        update = signature(
+            "AssignAddVariableOp",
+            [("resource", (10, 10)), ("float16", (10, 10))],
+            [],
+            dtype="float16",
+        )
+        assert update.input_bytes == 2 * 10 * 10 * 2
+
+
+class TestTable:
+    def test_a_saved_table_is_read_back(self, tmp_path: Path):
+        table = Table((row(relu(4, 4)), row(matmul(2, 3, 4), workspace_bytes=77)))
+        save_table(table, tmp_path / "t.csv")
+        assert load_table(tmp_path / "t.csv") == table
+
+    def test_appending_replaces_what_was_measured_before(self, tmp_path: Path):
+        path = tmp_path / "deep" / "t.csv"
+        append_rows(path, [row(relu(4), 1.0), row(relu(5), 2.0)])
+        append_rows(path, [row(relu(5), 3.0)])
+        table = load_table(path)
+        assert {text: r.seconds for text, r in table.items()} == {
+            relu(4).text: 1.0,
+            relu(5).text: 3.0,
+        }
+        assert [p.name for p in path.parent.iterdir()] == ["t.csv"]
+
+    @pytest.mark.parametrize(
+        ("column", "value", "message"),
+        [
+            ("seconds", "-1.0", "seconds is -1.0"),
+            ("seconds", "nan", "seconds is nan"),
+            ("seconds", "inf", "seconds is inf"),
+            ("seconds", "", "seconds is ''"),
+            ("spread", "fast", "spread is 'fast'"),
+            ("repeats", "0", "repeats is 0"),
+            ("workspace_bytes", "-4", "workspace_bytes is -4"),
+            ("output_bytes", "1", "output_bytes is 1"),
+            ("op", "Tanh", "'Tanh'"),
+            ("signature", "Relu", "not the signature"),
+        ],
+    )
+    def test_a_damaged_figure_is_refused_with_its_row(
+        self, tmp_path: Path, column: str, value: str, message: str
+    ):
+        import pandas as pd
+
+        path = tmp_path / "t.csv"
+        save_table(Table((row(relu(4)), row(relu(5)))), path)
+        frame = pd.read_csv(path, dtype=str, keep_default_na=False)
+        frame.loc[1, column] = value
+        frame.to_csv(path, index=False)
+        with pytest.raises(TableError, match=message) as error:
+            load_table(path)
+        assert f"{path}, row 3" in str(error.value)
+
+    @pytest.mark.parametrize(
+        "content", [b"", b"a,b\n1,2\n", b"\xff\xfe\x00\x01", b'signature,op\n"Relu(,\n', b"{}"]
+    )
+    def test_a_foreign_file_is_refused(self, tmp_path: Path, content: bytes):
+        path = tmp_path / "t.csv"
+        path.write_bytes(content)
+        with pytest.raises(TableError, match=r"t\.csv"):
+            load_table(path)
+
+    def test_a_truncated_table_is_refused(self, tmp_path: Path):
+        path = tmp_path / "t.csv"
+        save_table(Table((row(relu(4)), row(relu(5)))), path)
+        path.write_bytes(path.read_bytes()[:-20])
+        # What is cut off is the clock's description; cut further, a figure is lost.
+        path.write_bytes(path.read_bytes()[:-45])
+        with pytest.raises(TableError, match="row 3"):
+            load_table(path)
+
+    def test_rows_of_two_devices_do_not_mix(self, tmp_path: Path):
+        save_table(Table((row(relu(4)),)), tmp_path / "t.csv")
+        with pytest.raises(TableError, match="one table a device"):
+            append_rows(tmp_path / "t.csv", [row(relu(5), device="Other")])
+
+    def test_another_tensorflow_is_warned_of(self, tmp_path: Path):
+        save_table(Table((row(relu(4), tensorflow="1.0.0"),)), tmp_path / "t.csv")
+        with pytest.warns(UserWarning, match=r"measured with TensorFlow 1\.0\.0"):
+            load_table(tmp_path / "t.csv")
+
+    def test_the_cache_follows_the_environment(self, monkeypatch: pytest.MonkeyPatch):
+        from remat.profiles.table import cache_path
+
+        monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+        monkeypatch.delenv("REMAT_CACHE", raising=False)
+        assert cache_path("A B", "d 1", "2.21").as_posix() == "/x/remat/a-b-d-1-tf-2.21.csv"
+        monkeypatch.setenv("REMAT_CACHE", "/y")
+        assert cache_path("A B", "d 1", "2.21").parent.as_posix() == "/y"
+
+
+class TestDevices:
+    @pytest.mark.parametrize(
+        ("driver_name", "name"),
+        [
+            ("Tesla V100-SXM2-32GB", "v100-32gb"),
+            ("Tesla T4", "t4"),
+            ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+            ("NVIDIA A100 80GB PCIe", "a100-80gb"),
+            ("NVIDIA L4", "l4"),
+            ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+            ("NVIDIA H100 80GB HBM3", "h100"),
+            ("NVIDIA H200", "h200"),
+            ("NVIDIA B200", "b200"),
+        ],
+    )
+    def test_the_drivers_name_is_understood(self, driver_name: str, name: str):
+        assert find_device(driver_name).name == name
+
+    @pytest.mark.parametrize("name", ["NVIDIA L40S", "v100", "cpu", ""])
+    def test_an_unknown_device_lists_the_known(self, name: str):
+        with pytest.raises(UnknownDeviceError, match="h200"):
+            find_device(name)
+
+    def test_every_specification_has_a_source_and_sane_figures(self):
+        for spec in DEVICES:
+            assert "launch overhead" in spec.source
+            assert spec.peak_flops("float16", matrix=True) > spec.peak_flops(F32, matrix=False)
+            assert spec.peak_flops("float64", matrix=False) < spec.peak_flops(F32, matrix=False)
+            assert spec.memory is not None
+            assert 10e9 < spec.memory < spec.bandwidth
+
+
+def naive_convolution_products(
+    image: tuple[int, ...],
+    kernel: tuple[int, ...],
+    result: tuple[int, ...],
+    stride: int,
+    dilation: int,
+    before: int,
+) -> int:
+    """Multiplications of a 2D convolution, counted one by one over positions and taps."""
+    count = 0
+    for y, x, i, j in itertools.product(
+        range(result[1]), range(result[2]), range(kernel[0]), range(kernel[1])
+    ):
+        row_index = y * stride - before + i * dilation
+        column = x * stride - before + j * dilation
+        if 0 <= row_index < image[1] and 0 <= column < image[2]:
+            count += image[0] * kernel[2] * kernel[3]
+    return count
+
+
+class TestFlops:
+    @pytest.mark.parametrize(
+        ("size", "window", "stride", "dilation", "padding", "out", "before"),
+        [
+            (8, 3, 1, 1, "SAME", 8, 1),
+            (9, 3, 2, 1, "SAME", 5, 1),
+            (8, 3, 2, 1, "SAME", 4, 0),
+            (8, 3, 1, 1, "VALID", 6, 0),
+            (9, 3, 1, 2, "SAME", 9, 2),
+            (7, 1, 2, 1, "VALID", 4, 0),
+        ],
+    )
+    def test_convolutions_and_their_gradients_count_what_a_loop_counts(
+        self,
+        size: int,
+        window: int,
+        stride: int,
+        dilation: int,
+        padding: str,
+        out: int,
+        before: int,
+    ):
+        image, kernel, result = (2, size, size, 3), (window, window, 3, 5), (2, out, out, 5)
+        attrs = {
+            "padding": padding,
+            "data_format": "NHWC",
+            "strides": f"1,{stride},{stride},1",
+            "dilations": f"1,{dilation},{dilation},1",
+        }
+        products = naive_convolution_products(image, kernel, result, stride, dilation, before)
+        kernel_size = ("int32", (4,), kernel)
+        image_size = ("int32", (4,), image)
+        for each in (
+            signature("Conv2D", [(F32, image), (F32, kernel)], [(F32, result)], **attrs),
+            signature(
+                "Conv2DBackpropInput",
+                [image_size, (F32, kernel), (F32, result)],
+                [(F32, image)],
+                **attrs,
+            ),
+            signature(
+                "Conv2DBackpropFilter",
+                [(F32, image), kernel_size, (F32, result)],
+                [(F32, kernel)],
+                **attrs,
+            ),
+        ):
+            assert roofline.work(each).flops == 2 * products
+            assert roofline.work(each).matrix
+
+    def test_convolution_by_hand(self):
+        # 4 x 4 outputs, 3 x 3 window, no padding: 2 * 16 * 9 * 3 * 8.
+        conv = signature(
+            "Conv2D",
+            [(F32, (1, 6, 6, 3)), (F32, (3, 3, 3, 8))],
+            [(F32, (1, 4, 4, 8))],
+            padding="VALID",
+            strides="1,1,1,1",
+        )
+        assert roofline.work(conv).flops == 2 * 16 * 9 * 3 * 8
+        assert roofline.work(conv).bytes == 4 * (108 + 216 + 128)
+        fused = signature(
+            "_FusedConv2D",
+            [(F32, (1, 6, 6, 3)), (F32, (3, 3, 3, 8)), (F32, (8,))],
+            [(F32, (1, 4, 4, 8))],
+            padding="VALID",
+            strides="1,1,1,1",
+            fused_ops="BiasAdd,Relu",
+        )
+        assert roofline.work(fused).flops == 2 * 16 * 9 * 3 * 8 + 2 * 128
+
+    def test_channels_first_is_the_same_work(self):
+        last = signature(
+            "Conv2D",
+            [(F32, (2, 9, 9, 3)), (F32, (3, 3, 3, 8))],
+            [(F32, (2, 5, 5, 8))],
+            padding="SAME",
+            strides="1,2,2,1",
+            data_format="NHWC",
+        )
+        first = signature(
+            "Conv2D",
+            [(F32, (2, 3, 9, 9)), (F32, (3, 3, 3, 8))],
+            [(F32, (2, 8, 5, 5))],
+            padding="SAME",
+            strides="1,1,2,2",
+            data_format="NCHW",
+        )
+        assert roofline.work(last).flops == roofline.work(first).flops
+
+    def test_grouped_depthwise_and_3d_convolutions_by_hand(self):
+        attrs = {"padding": "VALID", "strides": "1,1,1,1"}
+        grouped = signature(
+            "Conv2D", [(F32, (1, 4, 4, 8)), (F32, (1, 1, 2, 8))], [(F32, (1, 4, 4, 8))], **attrs
+        )
+        assert roofline.work(grouped).flops == 2 * 16 * 2 * 8
+        depthwise = signature(
+            "DepthwiseConv2dNative",
+            [(F32, (1, 4, 4, 8)), (F32, (3, 3, 8, 2))],
+            [(F32, (1, 2, 2, 16))],
+            **attrs,
+        )
+        assert roofline.work(depthwise).flops == 2 * 4 * 9 * 8 * 2
+        assert not roofline.work(depthwise).matrix
+        volume = signature(
+            "Conv3D",
+            [(F32, (1, 4, 4, 4, 2)), (F32, (2, 2, 2, 2, 3))],
+            [(F32, (1, 3, 3, 3, 3))],
+            padding="VALID",
+            strides="1,1,1,1,1",
+            data_format="NDHWC",
+        )
+        assert roofline.work(volume).flops == 2 * 27 * 8 * 2 * 3
+
+    def test_products_by_hand(self):
+        assert roofline.work(matmul(2, 3, 4)).flops == 2 * 2 * 3 * 4
+        transposed = signature(
+            "MatMul", [(F32, (3, 2)), (F32, (3, 4))], [(F32, (2, 4))], transpose_a="true"
+        )
+        assert roofline.work(transposed).flops == 2 * 2 * 3 * 4
+        batched = signature(
+            "BatchMatMulV2",
+            [(F32, (5, 6, 2, 3)), (F32, (5, 6, 3, 4))],
+            [(F32, (5, 6, 2, 4))],
+            adj_x="false",
+        )
+        assert roofline.work(batched).flops == 2 * 30 * 2 * 3 * 4
+        einsum = signature(
+            "Einsum",
+            [(F32, (2, 3, 4)), (F32, (2, 5, 4))],
+            [(F32, (2, 3, 5))],
+            equation="bqd,bkd->bqk",
+        )
+        assert roofline.work(einsum).flops == 2 * 2 * 3 * 4 * 5
+        ellipsis = signature(
+            "Einsum",
+            [(F32, (7, 2, 3)), (F32, (3, 5))],
+            [(F32, (7, 2, 5))],
+            equation="...c,cd->...d",
+        )
+        assert roofline.work(ellipsis).flops == 2 * 7 * 2 * 3 * 5
+
+    def test_the_rest_by_hand(self):
+        assert roofline.work(relu(4, 5)).flops == 20
+        pool = signature(
+            "MaxPool",
+            [(F32, (2, 4, 4, 3))],
+            [(F32, (2, 2, 2, 3))],
+            ksize="1,2,2,1",
+            strides="1,2,2,1",
+            padding="VALID",
+        )
+        assert roofline.work(pool).flops == 2 * 16 * 3
+        total = signature("Sum", [(F32, (4, 5)), ("int32", (1,), (0,))], [(F32, (5,))])
+        assert roofline.work(total).flops == 15
+        mean = signature("Mean", [(F32, (4, 5)), ("int32", (1,), (0,))], [(F32, (5,))])
+        assert roofline.work(mean).flops == 20
+        norm = signature("FusedBatchNormV3", [(F32, (2, 4, 4, 3))], [(F32, (2, 4, 4, 3))])
+        assert roofline.work(norm).flops == 7 * 96
+        bilinear = signature("ResizeBilinear", [(F32, (1, 2, 2, 3))], [(F32, (1, 4, 4, 3))])
+        assert roofline.work(bilinear).flops == 9 * 48
+        embedding = signature(
+            "GatherV2",
+            [(F32, (10000, 64)), ("int64", (8,)), ("int32", (), (0,))],
+            [(F32, (8, 64))],
+        )
+        assert roofline.work(embedding).bytes == 2 * 8 * 64 * 4 + 8 * 8
+        adam = signature(
+            "ResourceApplyAdam",
+            [("resource", (100,))] * 3 + [(F32, ())] * 6 + [(F32, (100,))],
+            [],
+            T=F32,
+        )
+        # Reads variable, two moments, gradient and six scalars; writes the first three.
+        assert roofline.work(adam).bytes == 4 * (3 * 100 + 100 + 6 + 3 * 100)
+        reshape = signature("Reshape", [(F32, (4, 5)), ("int32", (1,), (20,))], [(F32, (20,))])
+        assert roofline.work(reshape).bytes == 0
+
+    def test_seconds_are_the_larger_of_both_roofs_plus_the_launch(self):
+        h200 = find_device("h200")
+        big = matmul(4096, 4096, 4096)
+        assert roofline.seconds(big, h200) == pytest.approx(5e-6 + 2 * 4096**3 / 494.7e12)
+        wide = relu(1024, 1024, 64)
+        assert roofline.seconds(wide, h200) == pytest.approx(5e-6 + 2 * 4 * 2**26 / 4.8e12)
+
+
+class TestPricer:
+    spec = find_device("t4")
+
+    def measured(self, of: OpSignature, slower: float = 3.0) -> Row:
+        net = roofline.seconds(of, self.spec) - self.spec.launch_seconds
+        return row(of, self.spec.launch_seconds + slower * net)
+
+    def test_each_source_in_its_turn(self):
+        table = Table(tuple(self.measured(matmul(size, 64, 64)) for size in (256, 512, 1024)))
+        pricer = price.Pricer(self.spec, table, given={"Tanh": 0.5, matmul(512, 64, 64).text: 2.0})
+        assert pricer.price(matmul(512, 64, 64)) == price.Price(2.0, 0, "given")
+        tanh = signature("Tanh", [(F32, (4,))], [(F32, (4,))])
+        assert pricer.price(tanh).seconds == 0.5
+        assert pricer.price(matmul(256, 64, 64)).kind == "measured"
+        fitted = pricer.price(matmul(2048, 64, 64))
+        assert fitted.kind == "fitted"
+        expected = self.measured(matmul(2048, 64, 64)).seconds
+        assert fitted.seconds == pytest.approx(expected, rel=0.05)
+        other = pricer.price(matmul(300, 70, 90))
+        assert other.kind == "roofline"
+        expected = self.measured(matmul(300, 70, 90)).seconds
+        assert other.seconds == pytest.approx(expected, rel=0.05)
+
+    def test_a_reduction_over_another_axis_is_not_another_size(self):
+        def total(batch: int, axis: int) -> OpSignature:
+            return signature(
+                "Sum", [(F32, (batch, 1024)), ("int32", (1,), (axis,))], [(F32, (1024,))]
+            )
+
+        pricer = price.Pricer(self.spec, Table((row(total(512, 0)),)))
+        assert pricer.price(total(1024, 0)).kind == "fitted"
+        assert pricer.price(total(1024, 1)).kind == "roofline"
+
+    def test_workspace_follows_the_size(self):
+        table = Table((row(matmul(256, 64, 64), workspace_bytes=14_000),))
+        pricer = price.Pricer(self.spec, table)
+        small = pricer.price(matmul(256, 64, 64)).workspace
+        large = pricer.price(matmul(1024, 64, 64)).workspace
+        assert small == 14_000
+        assert 2 * small < large < 4 * small
+
+    def test_a_bad_row_hardly_moves_the_correction(self):
+        sizes = [matmul(size, 64, 96) for size in range(256, 2816, 256)]
+        rows = [self.measured(each) for each in sizes]
+        rows[3] = dataclasses.replace(rows[3], seconds=10.0)
+        factor = roofline.fit_correction(rows, self.spec).factor("MatMul", "matrix product")
+        assert factor == pytest.approx(3.0, rel=0.01)
+
+    def test_cross_validation_finds_a_consistent_device_predictable(self):
+        rows = [self.measured(matmul(size, 64, 96)) for size in range(256, 4096, 256)]
+        for validation in price.cross_validate(Table(tuple(rows)), self.spec):
+            assert validation.rows == len(rows)
+            assert validation.median_error < 0.05
+            assert validation.total_ratio == pytest.approx(1.0, rel=0.05)
+
+    def test_coverage_adds_up(self):
+        found = price.coverage(
+            [price.Price(1.0, 0, "measured"), price.Price(3.0, 0, "roofline")] * 2
+        )
+        assert found.seconds["measured"] == 2.0
+        assert found.operations["roofline"] == 2
+        assert "75.0 %" in str(found)
+
+
+class TestProfileArgument:
+    def test_a_device_by_name(self):
+        pricer = price.load_pricer("h200")
+        assert pricer.device.name == "h200"
+        assert pricer.price(relu(1024, 1024)).seconds > 0
+
+    def test_a_table_of_an_unlisted_device_describes_it(self, tmp_path: Path):
+        path = tmp_path / "t.csv"
+        save_table(Table((row(matmul(512, 512, 512), 1e-2), row(relu(4096, 4096), 2e-2))), path)
+        pricer = price.load_pricer(path)
+        assert pricer.device.bandwidth == pytest.approx(2 * 4 * 4096**2 / 2e-2)
+        assert pricer.price(matmul(512, 512, 512)) == price.Price(1e-2, 0, "measured")
+
+    def test_a_mapping(self):
+        pricer = price.load_pricer({"Relu": 0.25}, find_device("t4"))
+        assert pricer.price(relu(4)).seconds == 0.25
+        assert pricer.price(matmul(4, 4, 4)).kind == "roofline"
+
+    @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), "1", None, True])
+    def test_a_price_that_is_none_is_refused(self, seconds: object):
+        with pytest.raises(TableError, match="Relu"):
+            price.load_pricer({"Relu": seconds}, find_device("t4"))
+
+    def test_neither_file_nor_device(self, tmp_path: Path):
+        with pytest.raises(UnknownDeviceError, match="rtx-5090"):
+            price.load_pricer("rtx-5090")
+        with pytest.raises(TableError, match="no such table"):
+            price.load_pricer(tmp_path / "none.csv")
+        save_table(Table(), tmp_path / "empty.csv")
+        with pytest.raises(TableError, match="no rows"):
+            price.load_pricer(tmp_path / "empty.csv")
