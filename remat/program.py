@@ -139,6 +139,13 @@ _FORWARDS: dict[str, tuple[int, ...]] = {
     "FusedBatchNormV3": (0,),
 }
 
+# One output, computed element by element from inputs of its shape (or smaller).
+ELEMENTWISE = frozenset([*_UNARY, *_BINARY, "AddN", "Select", "SelectV2", "Cast"]) - {
+    "Softmax", "LogSoftmax", "TensorScatterUpdate", "TensorScatterAdd", "Cumsum"
+}  # fmt: skip
+# One large output from small inputs, at the price of writing it.
+BROADCASTS = frozenset(["Tile", "BroadcastTo", "Fill"])
+
 _SMALL_CONSTANT = 4096  # bytes of shape arithmetic worth folding
 
 
@@ -157,10 +164,15 @@ def build(trace: Trace) -> Program:
     nodes: list[node_def_pb2.NodeDef] = []
     values: dict[str, Tensor] = {}  # tensor name -> where its value comes from
     numbers: dict[str, int] = {}  # operation name -> index of its Op
-    # Effects that come before an operation, by way of operations without
+    # Effects that come before an operation by way of operations without
     # effects of their own: these pass the obligation on to whoever uses them.
     passed_on: dict[str, frozenset[int]] = {}
     nothing: frozenset[int] = frozenset()
+    # The last write of each resource, and the reads since.  (Grappler drops
+    # control edges that other paths imply, and adds needless ones; any
+    # topological order keeps the reads and writes of a resource right.)
+    written: dict[int, int] = {}
+    read: dict[int, list[int]] = {}
 
     def add(op: Op, node: node_def_pb2.NodeDef) -> int:
         ops.append(op)
@@ -169,16 +181,27 @@ def build(trace: Trace) -> Program:
 
     for operation in operations:
         name, kind = operation.name, _kind(operation, arguments)
+        if kind is Kind.ALIAS and any(
+            ops[values[tensor.name][0]].kind is not Kind.CONSTANT for tensor in operation.inputs[1:]
+        ):
+            kind = Kind.PURE  # its shape is computed: not free to clone
         before: frozenset[int] = nothing
         for control in operation.control_inputs:
             effect = numbers.get(control.name)
-            if effect is not None and ops[effect].kind in (Kind.ONCE, Kind.READ):
+            if effect is not None and ops[effect].kind is Kind.ONCE:
                 before |= {effect}
             before |= passed_on.get(control.name, nothing)
         for tensor in operation.inputs:
             before |= passed_on.get(tensor.op.name, nothing)
-        if kind not in (Kind.ONCE, Kind.READ) and before:
-            passed_on[name] = before
+        controls: list[int] = []
+        resources = [values[t.name][0] for t in operation.inputs if t.dtype == tf.resource]
+        for resource in resources:
+            controls += [written[resource]] if resource in written else []
+            controls += read.get(resource, []) if kind is Kind.ONCE else []
+        if kind is Kind.ONCE:
+            controls += before
+        elif before:
+            passed_on[name] = before.difference(controls)
 
         if operation.type == "NoOp":
             continue
@@ -205,7 +228,7 @@ def build(trace: Trace) -> Program:
                 type=operation.type,
                 kind=kind,
                 inputs=tuple(values[tensor.name] for tensor in operation.inputs),
-                controls=tuple(sorted(before)) if kind in (Kind.ONCE, Kind.READ) else (),
+                controls=tuple(sorted(set(controls))),
                 bytes=tuple(_bytes(tensor) for tensor in operation.outputs),
                 shapes=tuple(_shape(tensor) for tensor in operation.outputs),
                 dtypes=tuple(tensor.dtype for tensor in operation.outputs),
@@ -215,6 +238,11 @@ def build(trace: Trace) -> Program:
         )
         for tensor in operation.outputs:
             values[tensor.name] = (numbers[name], tensor.value_index)
+        for resource in resources:
+            if kind is Kind.READ:
+                read.setdefault(resource, []).append(numbers[name])
+            else:
+                written[resource], read[resource] = numbers[name], []
 
     return Program(
         ops=tuple(ops),
