@@ -40,6 +40,9 @@ class Work:
     matrix: bool = False
 
 
+NOTHING = Work("free", 0, 0)
+
+
 @dataclass(frozen=True)
 class Correction:
     """What a device's measured rows say about its roofline.
@@ -127,7 +130,7 @@ def _all_bytes(signature: OpSignature) -> int:
 
 def _nothing(signature: OpSignature) -> Work:
     """Passes its input on, or looks at shapes only."""
-    return Work("free", 0, 0)
+    return NOTHING
 
 
 def _copy(signature: OpSignature) -> Work:
