@@ -26,10 +26,14 @@ class Precedence:
     Attributes:
       ancestors: for each node, the nodes whose first run precedes its first.
       descendants: for each node, the nodes whose first run follows its first.
+      final: for each node, the nodes from whose first run on it cannot run
+        again: all if it runs once, else its writers (``Graph.order``) and
+        their descendants.
     """
 
     ancestors: tuple[int, ...]
     descendants: tuple[int, ...]
+    final: tuple[int, ...]
 
 
 def precedence(graph: Graph) -> Precedence:
@@ -48,7 +52,11 @@ def precedence(graph: Graph) -> Precedence:
         reached = descendants[index] | (1 << index)
         for source in before[index]:
             descendants[source] |= reached
-    return Precedence(tuple(ancestors), tuple(descendants))
+    everything = (1 << len(graph)) - 1
+    final = [0 if node.recomputable else everything for node in graph.nodes]
+    for reader, writer in graph.order:
+        final[reader] |= descendants[writer] | (1 << writer)
+    return Precedence(tuple(ancestors), tuple(descendants), tuple(final))
 
 
 def members(bits: int, count: int) -> np.ndarray:
@@ -57,62 +65,66 @@ def members(bits: int, count: int) -> np.ndarray:
     return np.unpackbits(raw, count=count, bitorder="little").astype(bool)
 
 
-def needed_while(graph: Graph, order: Precedence, index: int) -> int:
-    """The nodes during whose first run a need for value ``index`` is pending.
+@dataclass(frozen=True)
+class Pending:
+    """During whose first runs a value is needed later, in every schedule.
 
-    In every schedule each of them first runs after the first run of ``index``
-    and not after the first run of some consumer of it (or before the end, for
-    an output).  So during that run the value is held, or it runs again later.
+    Each such node first runs after the value's first run, and before the first
+    run of some other consumer of the value (or the end, for an output).  So
+    the value is held meanwhile, or its node runs again later.  Bit sets.
 
-    Returns:
-      A bit set.
+    Attributes:
+      held: nodes during whose first run the value is held for certain,
+        because its node cannot run again later.
+      optional: nodes during whose first run it is held or its node runs again
+        later.  None of them reads it.
+      read: nodes that read it, while it is needed later too.
     """
-    if index in graph.outputs:
-        return order.descendants[index]
-    upstream = 0
+
+    held: int
+    optional: int
+    read: int
+
+
+def pending(graph: Graph, order: Precedence, index: int) -> Pending:
+    """Where the value of a node is needed later; see ``Pending``."""
+    readers = 0
+    needed = order.descendants[index] if index in graph.outputs else 0
     for consumer in graph.successors[index]:
-        upstream |= order.ancestors[consumer] | (1 << consumer)
-    return order.descendants[index] & upstream
-
-
-def taken_over(graph: Graph, order: Precedence, index: int) -> bool:
-    """Whether some schedule may let a node reuse the buffer of its ``forward``.
-
-    It may not where that input runs once and must outlive this node.
-    """
-    source = graph.nodes[index].forward
-    if source is None:
-        return False
-    if graph.nodes[source].recomputable:
-        return True
-    if source in graph.outputs:
-        return False
-    later = order.descendants[index]
-    return not any(later >> consumer & 1 for consumer in graph.successors[source])
+        readers |= 1 << consumer
+        needed |= order.ancestors[consumer]
+    needed &= order.descendants[index]
+    others, final = needed & ~readers, order.final[index]
+    return Pending(held=others & final, optional=others & ~final, read=needed & readers)
 
 
 def memory_floors(graph: Graph, order: Precedence) -> list[int]:
     """For each node, bytes held during its first run in every schedule.
 
-    O(nodes x nodes that run once / 64) and exact whatever the sizes.
+    Exact whatever the sizes.  O(nodes x (nodes + edges) / 64).
     """
     nodes, count = graph.nodes, len(graph)
     total = graph.resident + sum(node.bytes + node.workspace for node in nodes)
     floors = np.zeros(count, np.int64 if total < 2**62 else object)
+    floors += graph.resident
     for index, node in enumerate(nodes):
-        held = set(graph.predecessors[index])
-        own = 0 if taken_over(graph, order, index) else node.bytes
-        floors[index] = (
-            graph.resident + own + node.workspace + sum(nodes[source].bytes for source in held)
-        )
+        inputs = sum(nodes[source].bytes for source in graph.predecessors[index])
+        floors[index] += inputs + node.workspace + node.bytes
+    takers: dict[int, list[int]] = {}
     for index, node in enumerate(nodes):
-        if node.recomputable or node.bytes == 0:
+        if node.forward is not None:
+            takers.setdefault(node.forward, []).append(index)
+    for index, node in enumerate(nodes):
+        if node.bytes == 0:
             continue
-        pending = needed_while(graph, order, index)
-        for consumer in graph.successors[index]:
-            pending &= ~(1 << consumer)  # counted as an input already
-        if pending:
-            floors[members(pending, count)] += node.bytes
+        need = pending(graph, order, index)
+        if need.held:
+            floors[members(need.held, count)] += node.bytes
+        for taker in takers.get(index, ()):
+            # Its output may take over this value's buffer, unless the value
+            # outlives it and cannot be had again.
+            if node.recomputable or not need.read >> taker & 1:
+                floors[taker] -= node.bytes
     return [int(floor) for floor in floors]
 
 

@@ -143,7 +143,7 @@ def solve(
     )
     judge = _Judge(problem, solver)
     monitor = Monitor(time_limit, judge.schedule, judge.bound)
-    judge.clock = monitor.elapsed
+    judge.clock, judge.stop = monitor.elapsed, monitor.stop
     judge.schedule(tuple(range(len(graph))))
     if problem.start is not None:
         judge.schedule(problem.start)
@@ -237,6 +237,7 @@ class _Judge:
         self.problem = problem
         self.solver = solver
         self.clock: Callable[[], float] = lambda: 0.0
+        self.stop: Callable[[], None] = lambda: None
         self.floor, self.floor_nodes = memory_floor(problem.graph)
         self.changes = 0
         self._lock = threading.Lock()
@@ -264,6 +265,7 @@ class _Judge:
             if within and better:
                 self._best, self._cost, self._peak = schedule, truth.cost, truth.peak
                 self.changes += 1
+                self._stop_if_proven()
 
     def bound(self, lower_bound: float) -> None:
         """Receives a proven lower bound in seconds."""
@@ -271,6 +273,19 @@ class _Judge:
             if lower_bound > self._bound:
                 self._bound = lower_bound
                 self.changes += 1
+                self._stop_if_proven()
+
+    def _proven(self) -> bool:
+        """Whether nothing better than the best schedule exists."""
+        if self._best is None:
+            return False
+        if self.problem.minimize == "peak":
+            return self._peak <= self.floor
+        return self._cost - self._bound <= OPTIMAL_GAP * self.problem.graph.cost
+
+    def _stop_if_proven(self) -> None:
+        if self._proven():
+            self.stop()
 
     def result(self, outcome: Outcome | None, interrupted: bool) -> Result:
         """The result: final after an outcome, the best so far without one."""
@@ -288,10 +303,6 @@ class _Judge:
             # Rounding in a bound must not put it above a schedule that exists.
             bound = min(self._bound, self._cost)
             gap = (self._cost - bound) / graph.cost if graph.cost > 0 else 0.0
-            if self.problem.minimize == "cost":
-                proven = gap <= OPTIMAL_GAP
-            else:
-                proven = self._peak <= self.floor
             if infeasible:
                 status = Status.INFEASIBLE
                 names = ", ".join(graph.nodes[index].name for index in self.floor_nodes[:3])
@@ -300,7 +311,7 @@ class _Judge:
                         f"running {names} alone takes {self.floor:,} bytes; the least budget "
                         f"known to be feasible is {self._least_peak:,} bytes"
                     )
-            elif self._best is not None and proven:
+            elif self._proven():
                 status = Status.OPTIMAL
             elif interrupted:
                 status = Status.INTERRUPTED

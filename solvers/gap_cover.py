@@ -1,0 +1,233 @@
+"""A lower bound on the cost that holds for every order: the gap-cover program.
+
+Take the consumers of value i that follow each other in every order (a chain
+a1 < a2 < ... < ak in the graph, with a0 = i itself).  The first runs of a0,
+a1, ..., ak cut time into gaps.  If i is not held at some moment of a gap, but
+needed at the gap's end, node i runs again within the gap.
+
+Variables (binary):
+  x[i, g]   node i runs again in gap g of value i.
+
+Minimise the cost of all x, such that for each moment, "while node t runs
+first", the values that are not held then cover what is too much:
+
+  sum over i of min(bytes(i), excess(t)) * (x[i, g] + ... + x[i, g'])
+    >= excess(t) = bytes needed at t in every order - budget
+
+over the values i that are needed at t in every order (``floor.pending``), each
+with the gaps g..g' in which it would have to run again: from the last a_j that
+is t or an ancestor of t, up to the first that is a descendant of t (or, where
+t precedes only consumers outside the chain, to the end).  Needed at t are also
+its inputs, output and workspace and the resident bytes, for certain; where t
+may take over its input's buffer and that input is needed later, either its
+output is extra, or the input runs again.
+
+The dual bound of the solver is the bound; the values say which values to drop
+in which gap, which is a good start for annealing once each dropped value is
+computed again just before the gap's end.  That usually overflows the budget;
+annealing repairs it.
+
+O(nodes^2) coefficients; of large graphs only the most demanding moments are
+used, and the bound is as valid with any of them.
+
+Options:
+  backend: "cbc" (default) or "highs".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .anneal import anneal_once
+from .floor import Precedence, members, pending, precedence
+from .graph import Graph
+from .method import Monitor, Outcome, Problem
+from .mip import Formulation, solve_mip
+from .schedule import Schedule
+
+REPAIR = 0.1  # first temperature of the annealing that repairs a start
+_SECONDS = 10.0  # CBC gains little after that
+_MOST_MOMENTS = 1500  # rows; the most demanding are taken
+
+
+@dataclass(frozen=True)
+class GapCover:
+    """The program of a graph and a budget.
+
+    Attributes:
+      formulation: costs are percent of running every node once.
+      chains: for each value, i itself and its chain of consumers (n stands
+        for the end, which reads the outputs).
+      column: for each value, the column of x[i, 0].
+    """
+
+    formulation: Formulation
+    chains: tuple[tuple[int, ...], ...]
+    column: np.ndarray
+
+
+def gap_cover(problem: Problem, monitor: Monitor) -> Outcome:
+    """Proves the bound, then lets annealing repair the schedule it suggests."""
+    bound, start = lower_bound(problem, monitor)
+    monitor.bounded(bound)
+    schedule = anneal_once(
+        problem, monitor, start or range(len(problem.graph)), worker=0, hot=REPAIR
+    )
+    return Outcome(schedule, bound)
+
+
+def lower_bound(problem: Problem, monitor: Monitor) -> tuple[float, Schedule | None]:
+    """The bound in seconds, and the schedule that its program suggests.
+
+    The schedule is legal, but may overflow the budget; None if the solver had
+    no values in time.
+    """
+    graph = problem.graph
+    program = formulate(graph, problem.budget)
+    if program is None:
+        return graph.cost, None
+    solution = solve_mip(
+        program.formulation,
+        time_limit=min(_SECONDS, monitor.remaining()),
+        backend=problem.options.get("backend"),
+        should_stop=monitor.should_stop,
+    )
+    start = None if solution.values is None else decode(graph, program, solution.values)
+    return graph.cost * (1 + max(0.0, solution.bound) / 100), start
+
+
+def formulate(graph: Graph, budget: int) -> GapCover | None:
+    """Builds the program; None if no moment needs more than the budget."""
+    count, order = len(graph), precedence(graph)
+    nodes = graph.nodes
+    chains = tuple(_chain(graph, order, index) for index in range(count))
+    needs = [pending(graph, order, index) for index in range(count)]
+    takers: list[list[int]] = [[] for _ in nodes]
+    for index, node in enumerate(nodes):
+        if node.forward is not None:
+            takers[node.forward].append(index)
+    # Bytes as floats would lose exactness; Python's integers do not.
+    held = np.array([node.bytes + node.workspace + graph.resident for node in nodes], object)
+    for index in range(count):
+        held[index] += sum(nodes[source].bytes for source in graph.predecessors[index])
+    optional = []  # for each value, a mask of the moments at which it may be dropped
+    for index, node in enumerate(nodes):
+        need = needs[index]
+        drop = need.optional
+        for taker in takers[index]:
+            if need.read >> taker & 1 and node.recomputable:
+                drop |= 1 << taker
+            elif not need.read >> taker & 1:
+                held[taker] -= node.bytes
+        mask = members(need.optional | need.held, count)
+        held[mask] += node.bytes
+        optional.append(members(drop, count))
+    excess = held - budget
+    moments = np.flatnonzero(excess > 0)
+    if len(moments) == 0:
+        return None
+    demanding = np.argsort([-float(need) for need in excess[moments]], kind="stable")
+    moments = np.sort(moments[demanding[:_MOST_MOMENTS]])
+    excess = excess[moments]
+    column = np.cumsum([0, *(len(chain) for chain in chains)])
+    rows, columns, values = [], [], []
+    for index, node in enumerate(nodes):
+        if node.bytes == 0:
+            continue
+        here = np.flatnonzero(optional[index][moments])
+        if len(here) == 0:
+            continue
+        first, stop = _gaps(order, chains[index], count)
+        weight = np.array([min(1.0, node.bytes / need) for need in excess[here]], float)
+        for gap in range(len(chains[index])):
+            inside = (first[moments[here]] <= gap) & (gap < stop[moments[here]])
+            rows.append(here[inside])
+            columns.append(np.full(inside.sum(), column[index] + gap))
+            values.append(weight[inside])
+    total = int(column[-1])
+    scale = 100 / graph.cost if graph.cost > 0 else 0.0
+    cost = np.repeat([node.cost * scale for node in nodes], [len(chain) for chain in chains])
+    formulation = Formulation(
+        cost=cost,
+        lower=np.zeros(total),
+        upper=np.ones(total),
+        integer=np.ones(total, bool),
+        row=np.concatenate(rows).astype(np.int32) if rows else np.empty(0, np.int32),
+        column=np.concatenate(columns).astype(np.int32) if rows else np.empty(0, np.int32),
+        value=np.concatenate(values) if rows else np.empty(0),
+        row_lower=np.ones(len(moments)),
+        row_upper=np.full(len(moments), np.inf),
+    )
+    return GapCover(formulation, chains, column)
+
+
+def decode(graph: Graph, program: GapCover, values: np.ndarray) -> Schedule:
+    """The given order, with each dropped value computed again late in its gap.
+
+    Just before it is read at the gap's end, or earlier if another value that
+    is computed again reads it.
+    """
+    dropped: set[int] = set()
+    schedule: list[int] = []
+
+    def run(index: int) -> None:
+        """Runs a node, after the dropped values it needs (depth first)."""
+        stack = [(index, False)]
+        while stack:
+            node, ready = stack.pop()
+            if ready:
+                schedule.append(node)
+            elif node == index or node in dropped:
+                dropped.discard(node)
+                stack.append((node, True))
+                stack += [(s, False) for s in graph.predecessors[node] if s in dropped]
+
+    for index in range(len(graph)):
+        run(index)
+        for value in (index, *graph.predecessors[index]):
+            chain = program.chains[value]
+            gap = chain.index(index) if index in chain else len(chain)
+            if gap + 1 < len(chain) and values[program.column[value] + gap] > 0.5:
+                dropped.add(value)
+    for value in graph.outputs:
+        if value in dropped:
+            run(value)
+    return tuple(schedule)
+
+
+def _chain(graph: Graph, order: Precedence, index: int) -> tuple[int, ...]:
+    """A node and a longest chain of its consumers, each an ancestor of the next."""
+    consumers = graph.successors[index]
+    longest: dict[int, tuple[int, int]] = {}  # consumer -> (length, the one before it)
+    for consumer in consumers:
+        best = (1, -1)
+        for other in consumers:
+            if other == consumer:
+                break
+            if order.ancestors[consumer] >> other & 1:
+                best = max(best, (longest[other][0] + 1, other))
+        longest[consumer] = best
+    chain = [len(graph)] if index in graph.outputs else []
+    last = max(longest, key=lambda consumer: longest[consumer][0], default=-1)
+    while last >= 0:
+        chain.append(last)
+        last = longest[last][1]
+    return (index, *reversed(chain))
+
+
+def _gaps(
+    order: Precedence, chain: tuple[int, ...], count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """For each moment, the first gap in which a value not held may run again, and the end."""
+    first = np.full(count, -1)
+    stop = np.full(count, len(chain))
+    for gap, node in enumerate(chain):
+        if node == count:  # the end: everything precedes it
+            stop -= 1
+            continue
+        first += members(order.descendants[node] | (1 << node), count)
+        if gap > 0:
+            stop -= members(order.ancestors[node], count)
+    return first, stop
