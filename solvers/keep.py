@@ -164,40 +164,67 @@ def derive(training: Training, segment: Sequence[int], keeps: Keeps) -> Schedule
     return tuple(schedule)
 
 
+class Best:
+    """The best of the schedules offered that does what the problem asks.
+
+    Attributes:
+      schedule: the cheapest (or the one of least peak) within the budget and
+        ``max_overhead``, or None.
+      least_peak: of those within ``max_overhead``, in bytes.
+      offered: how many schedules there were.
+    """
+
+    def __init__(self, problem: Problem, monitor: Monitor) -> None:
+        self.schedule: Schedule | None = None
+        self.least_peak = math.inf
+        self.offered = 0
+        self._problem, self._monitor = problem, monitor
+        self._key = (math.inf, math.inf)
+
+    def offer(self, schedule: Schedule) -> None:
+        """Judges a schedule, and reports it if it is the best so far."""
+        problem = self._problem
+        result = simulate(problem.graph, schedule)
+        self.offered += 1
+        if result.cost > dearest_cost(problem):
+            return
+        self.least_peak = min(self.least_peak, result.peak)
+        key: tuple[float, float] = (result.cost, result.peak)
+        if problem.minimize == "peak":
+            key = (result.peak, result.cost)
+        if result.peak <= problem.budget and key < self._key:
+            self.schedule, self._key = schedule, key
+            self._monitor.found(schedule)
+
+    def outcome(self) -> Outcome:
+        """The outcome; without a schedule it says why not."""
+        if self.schedule is not None:
+            return Outcome(self.schedule, message=f"best of {self.offered} schedules")
+        if not self.offered:
+            return Outcome(None, message="no schedule was found in time")
+        if self.least_peak == math.inf:
+            return Outcome(None, message=f"none of {self.offered} schedules keeps max_overhead")
+        return Outcome(
+            None,
+            message=f"the least peak of {self.offered} schedules is {self.least_peak} bytes, "
+            f"over the budget of {self._problem.budget} bytes",
+        )
+
+
 def best_schedule(
     problem: Problem, monitor: Monitor, schedules: Iterable[Schedule | None]
 ) -> Outcome:
-    """The best of some schedules that does what the problem asks.
+    """The best of some schedules, judged one by one until the monitor says stop.
 
-    Judges them one by one until the monitor says stop; None is passed over.
-
-    Returns:
-      An outcome with the cheapest schedule (or the one of least peak) within
-      the budget and ``max_overhead``, or with none and the reason.
+    None among the schedules is passed over.
     """
-    graph, by_peak = problem.graph, problem.minimize == "peak"
-    dearest = dearest_cost(problem)
-    best: tuple[tuple[float, float], Schedule] | None = None
-    least, tried = math.inf, 0
+    best = Best(problem, monitor)
     for schedule in schedules:
-        tried += 1
-        if schedule is not None and (result := simulate(graph, schedule)).cost <= dearest:
-            least = min(least, result.peak)
-            key = (result.peak, result.cost) if by_peak else (result.cost, result.peak)
-            if result.peak <= problem.budget and (best is None or key < best[0]):
-                best = key, schedule
-                monitor.found(schedule)
+        if schedule is not None:
+            best.offer(schedule)
         if monitor.should_stop():
             break
-    if best is not None:
-        return Outcome(best[1], message=f"best of {tried} schedules")
-    if least == math.inf:
-        return Outcome(None, message=f"none of the {tried} schedules tried keeps max_overhead")
-    return Outcome(
-        None,
-        message=f"the least peak of the {tried} schedules tried is {least} bytes, "
-        f"over the budget of {problem.budget} bytes",
-    )
+    return best.outcome()
 
 
 def dearest_cost(problem: Problem) -> float:
