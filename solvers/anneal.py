@@ -16,6 +16,7 @@ node + length of the lifetimes it alters).
 Options:
   moves: changes that each worker tries; without it, the time limit ends the
     search.  With it the result depends on the seed and ``workers`` alone.
+  seconds: to take, if that is less than the time limit.
 
 After FastSA (simulated annealing for rematerialization of op sequences) in
 spirit; the state, changes and incremental profile here are this package's own.
@@ -24,11 +25,14 @@ spirit; the state, changes and incremental profile here are this package's own.
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from .graph import Graph, Node
 from .method import Monitor, Outcome, Problem
 from .moves import anneal_at
 from .schedule import Schedule
@@ -38,15 +42,26 @@ _HOT, _COLD = 1.0, 0.003  # temperatures, in units of a node's mean cost
 _LIGHT, _HEAVY = 0.1, 10.0  # weights of one percent above the budget
 _CHUNK = 1000  # changes between looks at the clock (by the move count)
 
+_compiling = threading.Lock()
+
 
 def anneal(problem: Problem, monitor: Monitor) -> Outcome:
     """Anneals on every worker; see the module."""
-    moves = problem.options.get("moves")
+    options = dict(problem.options)
+    moves, seconds = options.pop("moves", None), options.pop("seconds", math.inf)
+    if options:
+        raise ValueError(f"anneal has no option {', '.join(options)}")
     given = tuple(range(len(problem.graph)))
     with ThreadPoolExecutor(problem.workers, "remat-anneal") as pool:
         jobs = [
             pool.submit(
-                anneal_once, problem, monitor, problem.start or given, worker, moves=moves
+                anneal_once,
+                problem,
+                monitor,
+                (problem.start if worker == 0 else None) or given,
+                worker,
+                seconds=seconds,
+                moves=moves,
             )
             for worker in range(problem.workers)
         ]
@@ -78,6 +93,7 @@ def anneal_once(
     Returns:
       The best schedule found within the budget, or None.
     """
+    _compile(monitor)
     graph = problem.graph
     unit = unit_of(graph, problem.budget)
     tables = make_tables(graph, unit)
@@ -117,6 +133,21 @@ def anneal_once(
     found = tuple(best[: int(figure[0])].tolist())
     monitor.found(found)
     return found
+
+
+def _compile(monitor: Monitor) -> None:
+    """Compiles, or loads what was compiled before; compiling is not held against the limit."""
+    with _compiling:
+        if anneal_at.signatures:
+            return
+        began = time.monotonic()
+        graph = Graph("one node", (Node("node", 1.0, 1),), ())
+        tables = make_tables(graph, 1)
+        state = make_state(graph, tables, (0,), 1, 1)
+        random, best = np.ones(1, np.uint64), np.empty(len(state.at), np.int64)
+        anneal_at(tables, state, random, best, np.zeros(2), np.ones(4), 1.0, 1)
+        if anneal_at.stats.cache_misses:
+            monitor.extend(time.monotonic() - began)
 
 
 def _terms(problem: Problem) -> tuple[float, float, float]:

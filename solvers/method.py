@@ -84,6 +84,11 @@ class Monitor:
             return float("inf")
         return max(0.0, self._time_limit - self.elapsed())
 
+    def extend(self, seconds: float) -> None:
+        """Lets the solve take longer (code compiled once for all solves to come)."""
+        if self._time_limit is not None:
+            self._time_limit += seconds
+
     def stop(self) -> None:
         """Asks the method to return its best so far (Ctrl-C, SIGTERM)."""
         self._stop.set()

@@ -117,8 +117,6 @@ def solve(
       (0, 1, 2, 0, 3)
     """
     method = load_method(solver)
-    given = simulate(graph, range(len(graph)))
-    budget = parse_budget(budget, given.peak)
     if time_limit is None:
         time_limit = default_time_limit(graph)
     if not time_limit > 0:
@@ -131,9 +129,12 @@ def solve(
         workers = available_processors()
     if workers < 1:
         raise ValueError(f"workers is {workers}; it must be 1 or more")
+    judge = _Judge(solver)
+    monitor = Monitor(time_limit, judge.schedule, judge.bound)
+    given = tuple(range(len(graph)))
     problem = Problem(
         graph=graph,
-        budget=budget,
+        budget=parse_budget(budget, simulate(graph, given).peak),
         minimize=minimize,
         max_overhead=max_overhead,
         seed=seed,
@@ -141,15 +142,12 @@ def solve(
         start=None if start is None else tuple(start),
         options=options,
     )
-    judge = _Judge(problem, solver)
-    monitor = Monitor(time_limit, judge.schedule, judge.bound)
-    judge.clock, judge.stop = monitor.elapsed, monitor.stop
-    judge.schedule(tuple(range(len(graph))))
+    judge.open(problem, monitor)
+    judge.schedule(given)
     if problem.start is not None:
         judge.schedule(problem.start)
-    if budget < judge.floor:
+    if problem.budget < judge.floor:
         method = _least_peak
-        monitor = Monitor(min(time_limit, _LEAST_PEAK_SECONDS), judge.schedule, judge.bound)
     with ThreadPoolExecutor(1, "remat-solve") as pool, _stop_on_signals(monitor) as stopped:
         job = pool.submit(method, problem, monitor)
         reported, told_at = -1, 0.0
@@ -233,18 +231,23 @@ def available_processors() -> int:
 class _Judge:
     """Simulates every proposed schedule and keeps the best; thread-safe."""
 
-    def __init__(self, problem: Problem, solver: str) -> None:
-        self.problem = problem
+    problem: Problem
+    monitor: Monitor
+
+    def __init__(self, solver: str) -> None:
         self.solver = solver
-        self.clock: Callable[[], float] = lambda: 0.0
-        self.stop: Callable[[], None] = lambda: None
-        self.floor, self.floor_nodes = memory_floor(problem.graph)
         self.changes = 0
         self._lock = threading.Lock()
         self._best: Schedule | None = None
         self._cost = math.inf
         self._peak: int | float = math.inf
         self._least_peak: int | float = math.inf
+        self._bound = 0.0
+
+    def open(self, problem: Problem, monitor: Monitor) -> None:
+        """Starts judging."""
+        self.problem, self.monitor = problem, monitor
+        self.floor, self.floor_nodes = memory_floor(problem.graph)
         # Every node runs at least once, whatever the budget.
         self._bound = problem.graph.cost
 
@@ -285,7 +288,7 @@ class _Judge:
 
     def _stop_if_proven(self) -> None:
         if self._proven():
-            self.stop()
+            self.monitor.stop()
 
     def result(self, outcome: Outcome | None, interrupted: bool) -> Result:
         """The result: final after an outcome, the best so far without one."""
@@ -331,7 +334,7 @@ class _Judge:
                 floor_nodes=self.floor_nodes,
                 least_budget=int(self._least_peak),
                 solver=self.solver,
-                seconds=self.clock(),
+                seconds=self.monitor.elapsed(),
                 message=message,
             )
 
@@ -346,7 +349,7 @@ def _least_peak(problem: Problem, monitor: Monitor) -> Outcome:
         budget=simulate(problem.graph, range(len(problem.graph))).peak,
         minimize="peak",
         max_overhead=None,
-        options={},
+        options={"seconds": _LEAST_PEAK_SECONDS},
     )
     load_method("anneal")(anything, monitor)  # proposes as it goes
     return Outcome(None, infeasible=True)
