@@ -23,7 +23,7 @@ def parse_budget(budget: int | float | str, plain_peak: int) -> int:
 
     Args:
       budget: bytes as an ``int``; a fraction of ``plain_peak`` as a ``float``
-        in (0, 1]; or text: "4GiB", "900MB", "123456", "50%".
+        in (0, 1]; or text: "4GiB", "900MB", "123456", "50%", "0.5".
       plain_peak: peak in bytes of running every node once, in the given order.
 
     Returns:
@@ -47,8 +47,11 @@ def parse_budget(budget: int | float | str, plain_peak: int) -> int:
         digits = match[1].replace(",", "").replace("_", "")
         if unit == "%":
             return _fraction(float(digits) / 100, plain_peak, budget)
-        number = int(digits) if digits.isdigit() else float(digits)
-        return int(number * _UNITS[unit])
+        if digits.isdigit():
+            return int(digits) * _UNITS[unit]
+        if not unit:
+            return _fraction(float(digits), plain_peak, budget)
+        return int(float(digits) * _UNITS[unit])
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
         raise ValueError(f"a budget is a number of bytes, a fraction or text, not {budget!r}")
     if isinstance(budget, int):

@@ -1,0 +1,51 @@
+"""The command ``remat``.
+
+Each group of subcommands has a module of its own with a function ``register``
+that adds their parsers; a parser's default ``run`` is a function that takes
+the parsed arguments and returns the exit status.  Those modules import what
+is slow (TensorFlow above all) only when a subcommand runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from . import cli_solve
+
+DONE, BAD_INPUT, INFEASIBLE, INTERRUPTED = 0, 2, 3, 130
+
+_DESCRIPTION = """\
+Train networks that do not fit in memory: find the cheapest order of
+computations and recomputations within a budget of bytes, and run it.
+
+  remat solve GRAPH.json --budget 50% -o PLAN.json    find a schedule
+  remat show PLAN.json GRAPH.json --plot MEMORY.png   look at it
+"""
+
+_EPILOG = """\
+exit status: 0 done, 2 bad input, 3 infeasible budget, 130 interrupted (the best
+so far is written).  "remat COMMAND --help" explains a command.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        "remat",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for module in (cli_solve,):
+        module.register(commands)
+    parsed = parser.parse_args(arguments)
+    try:
+        return parsed.run(parsed)
+    except (ValueError, OSError) as error:  # every error of this package is a ValueError
+        print(f"remat: error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
