@@ -53,12 +53,15 @@ class Usage:
 
     Attributes:
       peak: most bytes in use, as the allocator counts them, resident included.
+      footprint: bytes of memory pool that the events need so as not to fail
+        for want of a chunk: the highest address used.
       requested_peak: the same, as the operations requested them.
       timeline: bytes in use (whole chunks) while each event runs.
       requested: bytes requested while each event runs.
     """
 
     peak: int
+    footprint: int
     requested_peak: int
     timeline: tuple[int, ...]
     requested: tuple[int, ...]
@@ -90,6 +93,7 @@ class Arena:
         self.in_use = 0
         self.peak = 0
         self.reserved = 0
+        self.footprint = 0
         self._next_region = _FIRST_REGION
         self._address = 0
         self._bins: list[list[tuple[int, int]]] = [[] for _ in range(_BINS)]
@@ -119,6 +123,7 @@ class Arena:
             chunk.after, chunk.size = rest, rounded
             self._insert(rest)
         chunk.free = False
+        self.footprint = max(self.footprint, chunk.address + chunk.size)
         self.in_use += chunk.size
         self.peak = max(self.peak, self.in_use)
         return chunk
@@ -144,9 +149,9 @@ class Arena:
             chunk = before
         self._insert(chunk)
 
-    def reserve(self, size: int) -> None:
-        """Makes one region large enough for ``size`` bytes (allocate and free)."""
-        self.free(self.allocate(size))
+    def claim(self, size: int) -> None:
+        """Adds one free region of ``size`` bytes."""
+        self._add_region(size // _ALIGNMENT * _ALIGNMENT)
 
     def _find(self, rounded: int) -> _Chunk | None:
         for number in range(_bin(rounded), _BINS):
@@ -175,7 +180,7 @@ class Arena:
 
     def _add_region(self, size: int) -> None:
         self._insert(_Chunk(self._address, size, True, None, None))
-        self._address += size + _ALIGNMENT  # regions are never merged
+        self._address += size  # chunks of two regions are never merged
         self.reserved += size
 
     def _insert(self, chunk: _Chunk) -> None:
@@ -264,7 +269,7 @@ def simulate(
             held -= release(buffers[source][number], 1)
         for buffer in outputs:
             held -= release(buffer, 1)
-    return Usage(arena.peak, max(requested), tuple(timeline), tuple(requested))
+    return Usage(arena.peak, arena.footprint, max(requested), tuple(timeline), tuple(requested))
 
 
 def _references(program: Program, events: Sequence[Event]) -> list[list[int]]:

@@ -22,6 +22,7 @@ import re
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +38,10 @@ from tensorflow.python.ops import handle_data_util
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from .profiles import roofline
+from .profiles.devices import DeviceSpec
+from .profiles.price import Pricer, spec_of_rows
 from .profiles.signature import OpSignature, TensorType
-from .profiles.table import Row
+from .profiles.table import Row, Table, append_rows, cache_path, load_table
 
 CLOCK = "time.perf_counter around a synchronised function, less an empty one"
 
@@ -74,6 +77,8 @@ _BLOCK_SECONDS = 0.002  # small operations are timed in chains of about this len
 _MOST_COPIES = 128  # ... and at most this many copies
 _MOST_ATTEMPTS = 3  # while other work disturbs the device ...
 _DISTURBED = 1.2  # ... which shows when a reference slows down by this factor
+_SAVE_SECONDS = 10.0  # between appends to a table
+_FLOPS_PER_BYTE = 10.0  # of a typical device; only the order of measuring depends on it
 _TIME_IS_UP = "time was up before its turn"
 
 
@@ -165,6 +170,8 @@ def measure_operations(
     *,
     device: str | None = None,
     known: Collection[str] = (),
+    path: Path | None = None,
+    share: float = 0.98,
     least_bytes: int = 64 * 1024,
     spread: float = 0.05,
     seconds_each: float = 0.04,
@@ -174,10 +181,16 @@ def measure_operations(
     """Measures each distinct operation by itself on one device.
 
     Args:
-      signatures: the operations; repeats are measured once, those that move
-        the most bytes first.
+      signatures: the operations of one step or several; an operation that
+        occurs n times should be listed n times, since those on which a step
+        spends most come first.
       device: for instance "GPU:0"; the first GPU, else the CPU, by default.
       known: signature texts that have a row already and are left out.
+      path: table that rows are appended to every few seconds and at the end,
+        so that little is lost whatever happens.
+      share: part of the work to measure.  What makes up the rest (a rough
+        estimate from FLOPs and bytes) is many different small operations,
+        which other rows price well enough.
       least_bytes: operations whose inputs and outputs together hold less are
         left out: their price is the launch overhead.
       spread: repeats stop once the interquartile range is within this
@@ -190,22 +203,22 @@ def measure_operations(
       The rows, and for each other operation the reason why it has none.
     """
     started = time.monotonic()
-    waiting = {signature.text: signature for signature in signatures if signature.text not in known}
-    order = sorted(waiting.values(), key=lambda s: -(s.input_bytes + s.output_bytes))
+    device = device or default_device()
+    wanted, reasons = _worth_measuring(signatures, share, least_bytes)
+    wanted = [signature for signature in wanted if signature.text not in known]
     rows: list[Row] = []
-    reasons: dict[str, str] = {}
+    saved, saved_at = 0, started
     interrupted = False
-    bench = _Bench(device or default_device())
-    provenance = device_provenance(bench.device)
+    provenance = device_provenance(device)
+    bench = _Bench(device)
     try:
-        for index, signature in enumerate(order):
+        for index, signature in enumerate(wanted):
             if progress is not None:
-                progress(index, len(order), signature)
+                progress(index, len(wanted), signature)
             if deadline is not None and time.monotonic() - started > deadline:
                 reasons[signature.text] = _TIME_IS_UP
                 continue
             try:
-                _check_measurable(signature, least_bytes)
                 timing, workspace = bench.measure_undisturbed(signature, spread, seconds_each)
             except (UnmeasurableError, tf.errors.OpError) as error:
                 reasons[signature.text] = str(error).split("\n", 1)[0]
@@ -221,9 +234,63 @@ def measure_operations(
                     **provenance,
                 )
             )
+            if path is not None and time.monotonic() - saved_at > _SAVE_SECONDS:
+                append_rows(path, rows[saved:])
+                saved, saved_at = len(rows), time.monotonic()
     except KeyboardInterrupt:
         interrupted = True
+    if path is not None and rows[saved:]:
+        append_rows(path, rows[saved:])
     return Measurement(tuple(rows), reasons, interrupted)
+
+
+def measured_pricer(
+    signatures: Iterable[OpSignature],
+    *,
+    device: str | None = None,
+    progress: Callable[[int, int, OpSignature], None] | None = None,
+    deadline: float | None = None,
+) -> Pricer:
+    """Prices from the user's table of this device; what it lacks is measured and recorded.
+
+    Raises:
+      TableError: if the table on disk is damaged; the message names the file.
+      KeyboardInterrupt: once what was measured so far is recorded.
+    """
+    device = device or default_device()
+    path = table_path(device)
+    known = load_table(path) if path.exists() else Table()
+    measurement = measure_operations(
+        signatures, device=device, known=known, path=path, progress=progress, deadline=deadline
+    )
+    if measurement.interrupted:
+        raise KeyboardInterrupt
+    return Pricer(measure_device(device), load_table(path))
+
+
+def measure_device(device: str | None = None) -> DeviceSpec:
+    """The specification of a device that has none, from a few operations large and tiny.
+
+    They are measured once and recorded in the user's table.
+    """
+    device = device or default_device()
+    path = table_path(device)
+    table = load_table(path) if path.exists() else Table()
+    reference = _reference_operations(on_gpu=device.startswith("GPU"))
+    measurement = measure_operations(
+        reference, device=device, known=table, path=path, share=1.0, least_bytes=0
+    )
+    provenance = device_provenance(device)
+    memory = None
+    if device.startswith("CPU") and hasattr(os, "sysconf"):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return spec_of_rows(provenance["device"], table.merged(measurement.rows).rows, memory=memory)
+
+
+def table_path(device: str) -> Path:
+    """Where the user's own costs of a device are recorded."""
+    provenance = device_provenance(device)
+    return cache_path(provenance["device"], provenance["driver"], provenance["tensorflow"])
 
 
 def default_device() -> str:
@@ -476,7 +543,49 @@ def _op_def(op: str) -> op_def_pb2.OpDef:
     return op_def
 
 
-def _check_measurable(signature: OpSignature, least_bytes: int) -> None:
+def _worth_measuring(
+    signatures: Iterable[OpSignature], share: float, least_bytes: int
+) -> tuple[list[OpSignature], dict[str, str]]:
+    """The operations to measure, the most work first, and why the others are not."""
+    reasons = {}
+    work = {}
+    for signature, count in Counter(signatures).items():
+        try:
+            _check_measurable(signature)
+        except UnmeasurableError as error:
+            reasons[signature.text] = str(error)
+            continue
+        if signature.input_bytes + signature.output_bytes < least_bytes:
+            reasons[signature.text] = "so small that it costs the launch overhead"
+            continue
+        done = roofline.work(signature)
+        work[signature] = count * max(done.flops / _FLOPS_PER_BYTE, done.bytes)
+    wanted: list[OpSignature] = []
+    left = share * sum(work.values())
+    for signature in sorted(work, key=lambda signature: -work[signature]):
+        if left > 0 or share >= 1:
+            wanted.append(signature)
+        else:
+            reasons[signature.text] = "among the small remainder of the work"
+        left -= work[signature]
+    return wanted, reasons
+
+
+def _reference_operations(on_gpu: bool) -> list[OpSignature]:
+    """Products of matrices, a sum beyond any cache, and one of a few elements."""
+    size = 4096 if on_gpu else 1024
+    operations = []
+    for dtype in ("float32", "float64", "bfloat16", "float16"):
+        square = TensorType(dtype, (size, size))
+        attrs = (("T", dtype), ("transpose_a", "false"), ("transpose_b", "false"))
+        operations.append(OpSignature("MatMul", (square, square), (square,), attrs))
+    for elements in (2**23, 2**4):
+        vector = TensorType("float32", (elements,))
+        operations.append(OpSignature("AddV2", (vector, vector), (vector,), (("T", "float32"),)))
+    return operations
+
+
+def _check_measurable(signature: OpSignature) -> None:
     """Every reason not to run an operation, in one place."""
     op_def = _op_def(signature.op)
     if roofline.work(signature) == roofline.NOTHING:
@@ -502,8 +611,6 @@ def _check_measurable(signature: OpSignature, least_bytes: int) -> None:
     for argument, tensor in zip(arguments, signature.inputs, strict=True):
         if _is_parameter(argument, tensor) and tensor.value is None:
             raise UnmeasurableError(f"its {argument.name} is not a constant")
-    if signature.input_bytes + signature.output_bytes < least_bytes:
-        raise UnmeasurableError("so small that it costs the launch overhead")
 
 
 def _arguments(

@@ -97,20 +97,27 @@ class Program:
         return tuple(map(tuple, lists))
 
     @cached_property
-    def variable_bytes(self) -> Mapping[int, int]:
-        """Bytes of each captured variable, by ``ARGUMENT`` operation."""
-        sizes = {}
+    def variables(self) -> Mapping[int, tf.TensorSpec]:
+        """Shape and dtype of what each captured variable or tensor holds."""
+        held = {}
         for index, external in self.captures:
             if external.dtype != tf.resource:
-                sizes[index] = sum(self.ops[index].bytes)
+                held[index] = tf.TensorSpec(external.shape, external.dtype)
                 continue
             handle = getattr(external, "_handle_data", None)
             if handle is not None and handle.is_set and len(handle.shape_and_type) == 1:
                 (data,) = handle.shape_and_type
-                shape = tf.TensorShape(data.shape)
-                if shape.is_fully_defined():
-                    sizes[index] = shape.num_elements() * tf.dtypes.as_dtype(data.dtype).size
-        return sizes
+                held[index] = tf.TensorSpec(tf.TensorShape(data.shape), data.dtype)
+        return held
+
+    @cached_property
+    def variable_bytes(self) -> Mapping[int, int]:
+        """Bytes of each captured variable or tensor of known shape."""
+        return {
+            index: spec.shape.num_elements() * spec.dtype.size
+            for index, spec in self.variables.items()
+            if spec.shape.is_fully_defined() and spec.dtype != tf.string
+        }
 
 
 # Outputs that are their input.

@@ -1,0 +1,275 @@
+"""Stages 1 to 4 strung together: a Python step and a budget become a plan.
+
+The plan's peak is predicted from what will really run: the schedule is
+expanded into operations, and these are followed through a model of the
+allocator (``memory.simulate``).  The solver is given a target below the
+budget, and the target is lowered until the prediction fits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .allocator import Device
+from .executor import execution_order
+from .extract import Extraction, expand, extract
+from .memory import Arena, Event, Usage, simulate
+from .price import Prices, Profile, price
+from .program import Kind, Program, build
+from .solvers import InfeasibleBudgetError, Plan, PlanError, Result, Status, solve
+from .solvers import simulate as simulate_schedule
+from .solvers.schedule import ScheduleError
+from .trace import Trace, trace
+
+MARGIN = 0.01
+"""Share of the budget left free for what the prediction does not see: small
+host-side tensors and scratch memory that changes from run to run."""
+
+_ENDLESS = 1 << 50  # bytes
+_ROUNDS = 6  # solves, at most, until the prediction fits
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A step that is ready to be planned for any budget.
+
+    Attributes:
+      trace: the traced step.
+      program: its operations.
+      prices: what they cost.
+      extraction: the solver's graph.
+      plain: what the plain step is predicted to take.
+      resident: sizes of what is held throughout, in bytes.
+    """
+
+    trace: Trace
+    program: Program
+    prices: Prices
+    extraction: Extraction
+    plain: Usage
+    resident: tuple[int, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the program: a plan is only for the step it was made for."""
+        digest = hashlib.sha256()
+        for op in self.program.ops:
+            digest.update(repr((op.type, op.kind.value, op.inputs, op.shapes)).encode())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan and what carries it out.
+
+    Attributes:
+      plan: the schedule with its figures.  ``plan.peak`` is what the allocator
+        is predicted to count; ``plan.budget`` is the user's.
+      events: the operations' runs, in order.
+      usage: predicted bytes while each event runs.
+      target: bytes that the solver was given.
+      needed: predicted bytes that must be within the budget.
+    """
+
+    plan: Plan
+    events: tuple[Event, ...]
+    usage: Usage
+    target: int
+    needed: int
+
+
+def prepare(
+    function: Callable[..., Any],
+    input_signature: Sequence[Any],
+    *,
+    name: str = "step",
+    profile: Profile = "auto",
+    other_bytes: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> Prepared:
+    """Traces, prices and groups a step.
+
+    Args:
+      function: the step.
+      input_signature: ``tf.TensorSpec`` nests of its arguments.
+      name: for people.
+      profile: where costs come from; see ``price``.
+      other_bytes: bytes in use that are neither the step's variables nor its
+        arguments.
+      progress: called with a line for people now and then.
+    """
+    say = progress or (lambda line: None)
+    say("tracing the step")
+    traced = trace(function, input_signature)
+    program = build(traced)
+    say(f"pricing {len(program.ops)} operations")
+    prices = price(
+        program,
+        profile,
+        progress=lambda done, total, s: say(f"measuring operation {done + 1} of {total}: {s.op}"),
+    )
+    resident = [
+        *program.variable_bytes.values(),
+        *(sum(program.ops[index].bytes) for index in program.inputs),
+        *(sum(op.bytes) for op in program.ops if op.kind is Kind.CONSTANT),
+    ]
+    if other_bytes > 0:
+        resident.append(other_bytes)
+    events = plain_events(program)
+    # What is large must not depend on prices, or a saved plan would not load.
+    unpriced = simulate(program, events, {}, Arena()).requested_peak + sum(resident)
+    extraction = extract(
+        program,
+        prices.seconds,
+        prices.workspace,
+        plain_peak=unpriced,
+        resident=sum(resident),
+        name=name,
+    )
+    plain = simulate(program, events, prices.workspace, _arena(resident), sum(resident))
+    return Prepared(traced, program, prices, extraction, plain, tuple(resident))
+
+
+def plain_events(program: Program) -> tuple[Event, ...]:
+    """The plain step's operations in the order of TensorFlow's own executor."""
+    ops = program.ops
+    order = execution_order(
+        [op.type for op in ops], [[*(p for p, _ in op.inputs), *op.controls] for op in ops]
+    )
+    position = {op: event for event, op in enumerate(order)}
+    return tuple(
+        Event(op, 0, tuple((position[source], number) for source, number in ops[op].inputs))
+        for op in order
+    )
+
+
+def make_plan(
+    prepared: Prepared,
+    budget: int,
+    *,
+    device: Device,
+    solver: str = "auto",
+    time_limit: float | None = None,
+    seed: int = 0,
+    ceiling: int | None = None,
+    start: Sequence[int] | None = None,
+    progress: Callable[[Result], None] | None = None,
+) -> Planned:
+    """Finds the cheapest schedule whose predicted peak is within a budget.
+
+    Args:
+      prepared: the step.
+      budget: bytes, everything included.
+      device: where it will run.
+      solver, time_limit, seed, progress: as ``solvers.solve`` takes them.
+      ceiling: bytes that the prediction may reach; the budget less ``MARGIN``
+        if None.
+      start: a schedule to start from.
+
+    Raises:
+      InfeasibleBudgetError: if no schedule is found.
+    """
+    graph = prepared.extraction.graph
+    if ceiling is None:
+        ceiling = int(budget * (1 - MARGIN))
+    target = ceiling
+    best: Planned | None = None
+    for number in range(_ROUNDS):
+        result = solve(
+            graph,
+            target,
+            solver=solver,
+            time_limit=time_limit if number == 0 or time_limit is None else time_limit / 2,
+            seed=seed,
+            start=start,
+            progress=progress,
+        )
+        if result.schedule is None:
+            raise _infeasible(prepared, result, budget, budget / target)
+        start = result.schedule
+        plan = replace(result.to_plan(graph), budget=budget)
+        best = _carry_out(prepared, plan, target, device)
+        import os
+        if os.environ.get('RD'): print('round',number,target,result.peak,result.overhead,best.plan.peak,best.usage.requested_peak,best.usage.footprint,ceiling,result.seconds)
+        if best.needed <= ceiling or result.status is Status.INTERRUPTED:
+            return best
+        # How memory is chopped up moves a little with every schedule: aim lower.
+        target = int(min(target, result.peak or target) * ceiling / best.needed * 0.998)
+    raise _infeasible(prepared, result, budget, best.needed / ceiling)
+
+
+def load_plan(prepared: Prepared, plan: Plan, *, device: Device) -> Planned:
+    """Makes a saved plan ready to run.
+
+    Raises:
+      PlanError: if it was made for another step.
+    """
+    stated = plan.details.get("step")
+    graph = prepared.extraction.graph
+    if stated is not None and stated != prepared.fingerprint:
+        raise PlanError(
+            f"the plan was made for another step ({plan.graph_name}): model, loss, optimizer, "
+            "shapes and TensorFlow version must be those it was made with"
+        )
+    if stated is None and plan.graph != graph.fingerprint:
+        raise PlanError(
+            f"the plan was made for another graph ({plan.graph_name or plan.graph[:12]}); "
+            "trace this step and solve the graph that it gives"
+        )
+    try:
+        truth = simulate_schedule(graph, plan.schedule)
+    except ScheduleError as error:
+        raise PlanError(f"steps: {error}") from None
+    repriced = replace(
+        plan, graph=graph.fingerprint, cost=truth.cost, overhead=truth.cost / graph.cost - 1
+    )
+    return _carry_out(prepared, repriced, truth.peak, device)
+
+
+def _carry_out(prepared: Prepared, plan: Plan, target: int, device: Device) -> Planned:
+    """Expands a plan's schedule and predicts what running it takes."""
+    events = expand(prepared.extraction, plan.schedule)
+    usage = simulate(
+        prepared.program,
+        events,
+        prepared.prices.workspace,
+        _arena(prepared.resident),
+        sum(prepared.resident),
+    )
+    # Where the pool may not outgrow the budget, every chunk must find a place
+    # in it; elsewhere it is enough that the bytes in use stay within.
+    tight = device.limit is not None and device.limit <= plan.budget * 1.02
+    needed = usage.footprint if tight else usage.peak
+    details = {
+        "step": prepared.fingerprint,
+        "requested_peak": usage.requested_peak,
+        "pool": usage.footprint,
+        "plain_peak": prepared.plain.peak,
+        "target": target,
+        "device": prepared.prices.device,
+    }
+    return Planned(replace(plan, peak=usage.peak, details=details), events, usage, target, needed)
+
+
+def _arena(resident: Sequence[int]) -> Arena:
+    """The allocator as the step finds it: what is resident, and one free block."""
+    arena = Arena(limit=_ENDLESS, growth=False)
+    for size in resident:
+        if size:
+            arena.allocate(size)
+    return arena
+
+
+def _infeasible(
+    prepared: Prepared, result: Result, budget: int, excess: float
+) -> InfeasibleBudgetError:
+    graph = prepared.extraction.graph
+    return InfeasibleBudgetError(
+        budget,
+        result.floor,
+        tuple(graph.nodes[index].name for index in result.floor_nodes),
+        int(result.least_budget * excess),
+    )

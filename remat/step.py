@@ -1,0 +1,363 @@
+"""A planned step that runs: called like the plain one, measured, kept in budget."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
+
+from . import allocator
+from .allocator import Device
+from .lower import lower
+from .planning import MARGIN, Planned, Prepared, load_plan, make_plan, prepare
+from .price import Profile
+from .program import Kind, Program
+from .solvers import InfeasibleBudgetError, Plan, Result
+from .solvers.budget import format_bytes, parse_budget
+
+log = logging.getLogger("remat")
+
+_TRIALS = 4  # measured runs, at most, until the peak is within the budget
+_WATCHED_CALLS = 2  # first calls whose peak is measured
+# Stateful operations whose every effect is on variables (which a trial run
+# puts back) or on their own random state (which a fresh lowering resets).
+_REVERSIBLE = (
+    "Assign", "ReadVariableOp", "VarHandleOp", "VarIsInitializedOp", "VariableShape",
+    "ResourceApply", "ResourceSparseApply", "ResourceScatter", "ResourceGather",
+    "Random", "TruncatedNormal", "Multinomial", "ParameterizedTruncatedNormal",
+    "While", "If", "Case", "StatefulPartitionedCall", "TensorList",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a step is planned; see ``remat.compile``."""
+
+    budget: int | float | str = "auto"
+    solver: str = "auto"
+    time_limit: float | None = None
+    seed: int = 0
+    profile: Profile = "auto"
+    plan: Plan | None = None
+    check: bool = True
+    verbose: bool | None = None
+
+
+class CompiledStep:
+    """One training step for one set of shapes, inside a budget.
+
+    Attributes:
+      prepared: the traced, priced and grouped step.
+      planned: what runs.
+      budget: bytes.
+      measured_peak: peak bytes that the allocator counted in the latest
+        measured run, or None.
+      seconds: how long each stage of compilation took.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        input_signature: Sequence[Any],
+        options: Options,
+        name: str = "step",
+    ) -> None:
+        self.options = options
+        self.signature = tuple(input_signature)
+        self.device = allocator.device_at_hand()
+        self.measured_peak: int | None = None
+        self.seconds: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._calls = 0
+        say = _Progress(options.verbose)
+        with say:
+            self._claim()
+            with self._timed("prepare"):
+                self.prepared = prepare(
+                    function,
+                    input_signature,
+                    name=name,
+                    profile=options.profile,
+                    other_bytes=0,
+                    progress=say.line,
+                )
+                self.prepared = self._with_other_bytes(self.prepared)
+            self.budget, self.budget_source = self._budget()
+            with self._timed("solve"):
+                if options.plan is not None:
+                    self.planned = load_plan(
+                        self.prepared, replace(options.plan, budget=self.budget), device=self.device
+                    )
+                else:
+                    self.planned = self._solve(None, say)
+            with self._timed("lower"):
+                self._run = lower(self.prepared.program, self.planned.events)
+            if options.check and self.device.counted:
+                with self._timed("check"):
+                    self._check(say)
+        log.info("%s", self.planned.plan.summary())
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that runs now."""
+        return self.planned.plan
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs one step; arguments and results are nests as the function's own."""
+        flat = self._flatten(arguments)
+        if tf.inside_function():
+            return self._pack(self._run(*flat))
+        if not self.device.counted or self._calls >= _WATCHED_CALLS:
+            return self._pack(self._run(*flat))
+        with self._lock:
+            self._calls += 1
+            allocator.reset_peak(self.device)
+            results = self._run(*flat)
+            self.measured_peak = allocator.peak_bytes(self.device)
+            if self.measured_peak > self.budget:
+                self._over_budget()
+        return self._pack(results)
+
+    def _over_budget(self) -> None:
+        """A real step took more than the budget: says so, and tightens the plan."""
+        assert self.measured_peak is not None
+        warnings.warn(
+            f"the step took {format_bytes(self.measured_peak)}, above its budget of "
+            f"{format_bytes(self.budget)}; planning again with a lower target",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        ceiling = int(self.plan.peak * self.budget * (1 - MARGIN) / self.measured_peak)
+        with _Progress(False) as say:
+            self.planned = self._solve(ceiling, say)
+        self._run = lower(self.prepared.program, self.planned.events)
+        self._calls = 0
+
+    def _solve(self, ceiling: int | None, say: _Progress) -> Planned:
+        start = self.planned.plan.schedule if ceiling is not None else None
+        return make_plan(
+            self.prepared,
+            self.budget,
+            device=self.device,
+            solver=self.options.solver,
+            time_limit=self.options.time_limit,
+            seed=self.options.seed,
+            ceiling=ceiling,
+            start=start,
+            progress=say.result,
+        )
+
+    def _check(self, say: _Progress) -> None:
+        """Runs the step once on zeros, and plans again if it takes too much.
+
+        Every variable is put back afterwards, bit for bit.
+        """
+        if not _reversible(self.prepared.program):
+            say.line("not measured before the first step: it has effects beside its variables")
+            return
+        for trial in range(_TRIALS):
+            say.line("measuring one step")
+            measured = self._trial()
+            if measured is not None:
+                self.measured_peak = measured
+                if measured <= self.budget:
+                    break
+            excess = 1.05 if measured is None else measured / self.budget
+            if trial == _TRIALS - 1:
+                raise InfeasibleBudgetError(
+                    self.budget,
+                    self.prepared.extraction.graph.resident,
+                    ("variables and inputs",),
+                    int(self.budget * excess),
+                )
+            say.line(
+                f"measured {format_bytes(measured) if measured else 'out of memory'} for a budget "
+                f"of {format_bytes(self.budget)}: planning again with a lower target"
+            )
+            self.planned = self._solve(int(self.plan.peak / excess * 0.995), say)
+            self._run = lower(self.prepared.program, self.planned.events)
+        if any(op.type.startswith(("Random", "TruncatedNormal", "Multinomial", "Parameterized"))
+               for op in self.prepared.program.ops if op.kind is Kind.ONCE):
+            # A fresh lowering starts its generators where the plain step does.
+            self._run = lower(self.prepared.program, self.planned.events)
+
+    def _trial(self) -> int | None:
+        """Peak bytes of one run on zeros, or None if memory ran out."""
+        program = self.prepared.program
+        with _variables_put_back(program):
+            inputs = [
+                tf.zeros(program.ops[index].shapes[0], program.ops[index].dtypes[0])
+                for index in program.inputs
+            ]
+            allocator.reset_peak(self.device)
+            try:
+                results = self._run(*inputs)
+            except tf.errors.ResourceExhaustedError:
+                return None
+            peak = allocator.peak_bytes(self.device)
+            del results, inputs
+        return peak
+
+    def _claim(self) -> None:
+        budget = self.options.budget
+        if not self.device.counted or not isinstance(budget, (int, str)) or budget == "auto":
+            return
+        if isinstance(budget, str) and budget.strip().endswith("%"):
+            return
+        count = parse_budget(budget, 1) - allocator.peak_bytes(self.device)
+        allocator.claim(self.device, count)
+
+    def _budget(self) -> tuple[int, str]:
+        budget = self.options.budget
+        if budget == "auto":
+            return allocator.memory_for_budget(self.device)
+        count = parse_budget(budget, self.prepared.plain.peak)
+        if count <= 0:
+            raise ValueError(f"the budget is {budget!r}; it must be above 0")
+        if isinstance(budget, float) or (isinstance(budget, str) and "%" in budget):
+            return count, "share of the plain step's predicted peak"
+        return count, "given"
+
+    def _with_other_bytes(self, prepared: Prepared) -> Prepared:
+        """Counts what else the process holds on the device as resident."""
+        if not self.device.counted:
+            return prepared
+        held = sum(prepared.program.variable_bytes.values())
+        other = allocator.bytes_in_use(self.device) - held
+        if other <= 0:
+            return prepared
+        graph = prepared.extraction.graph
+        graph = replace(graph, resident=graph.resident + other)
+        return replace(
+            prepared,
+            extraction=replace(prepared.extraction, graph=graph),
+            resident=(*prepared.resident, other),
+            plain=replace(
+                prepared.plain,
+                peak=prepared.plain.peak + other,
+                requested_peak=prepared.plain.requested_peak + other,
+            ),
+        )
+
+    def _flatten(self, arguments: Sequence[Any]) -> list[tf.Tensor]:
+        try:
+            tf.nest.assert_same_structure(list(self.signature), list(arguments))
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"the step takes {self.signature}; the arguments have another structure: {error}"
+            ) from None
+        flat = []
+        for spec, value in zip(
+            tf.nest.flatten(list(self.signature)), tf.nest.flatten(list(arguments)), strict=True
+        ):
+            tensor = tf.convert_to_tensor(value, spec.dtype) if not tf.is_tensor(value) else value
+            if tensor.dtype != spec.dtype:
+                tensor = tf.cast(tensor, spec.dtype)
+            if not spec.shape.is_compatible_with(tensor.shape):
+                raise ValueError(
+                    f"the step is planned for {spec.name or 'an input'} of shape {spec.shape}, "
+                    f"not {tensor.shape}; compile another step for that shape"
+                )
+            flat.append(tensor)
+        return flat
+
+    def _pack(self, flat: Sequence[tf.Tensor]) -> Any:
+        return tf.nest.pack_sequence_as(
+            self.prepared.trace.structured_outputs, list(flat), expand_composites=True
+        )
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[stage] = time.perf_counter() - started
+
+
+def _reversible(program: Program) -> bool:
+    """Whether a run can be undone by putting the variables back."""
+    known = set(program.variables)
+    for op in program.ops:
+        if op.kind is Kind.ARGUMENT and op.dtypes[0] in (tf.resource, tf.variant):
+            if not any(op is program.ops[index] for index in known):
+                return False  # a table, an iterator, ...
+    types = {op.type for op in program.ops if op.kind is Kind.ONCE}
+    for function in program.library.library.function:
+        types.update(node.op for node in function.node_def)
+    for kind in types:
+        definition = op_def_registry.get(kind)
+        stateful = definition is not None and definition.is_stateful
+        if stateful and not kind.startswith(_REVERSIBLE):
+            return False
+    return True
+
+
+@contextmanager
+def _variables_put_back(program: Program) -> Iterator[None]:
+    """Saves every captured variable to the host, and puts it back at the end."""
+    handles = [
+        (external, program.variables[index])
+        for index, external in program.captures
+        if external.dtype == tf.resource and index in program.variables
+    ]
+    saved = [
+        np.array(tf.raw_ops.ReadVariableOp(resource=handle, dtype=spec.dtype))
+        for handle, spec in handles
+    ]
+    try:
+        yield
+    finally:
+        for (handle, spec), value in zip(handles, saved, strict=True):
+            tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(value, spec.dtype))
+
+
+class _Progress:
+    """One line on a terminal that is written over; nothing elsewhere."""
+
+    def __init__(self, verbose: bool | None) -> None:
+        self.shown = sys.stderr.isatty() if verbose is None else verbose
+        self._width = 0
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.shown and self._width:
+            sys.stderr.write("\r" + " " * self._width + "\r")
+
+    def line(self, text: str) -> None:
+        """Shows what is being done."""
+        if not self.shown:
+            return
+        text = f"remat: {text}"[:100]
+        sys.stderr.write("\r" + text.ljust(self._width))
+        sys.stderr.flush()
+        self._width = len(text)
+
+    def result(self, result: Result) -> None:
+        """Shows the best schedule so far."""
+        best = "nothing yet" if result.overhead is None else f"{100 * result.overhead:.2f} %"
+        gap = "" if result.gap is None else f", gap {100 * result.gap:.2f} points"
+        self.line(f"solving: overhead {best}{gap}, {result.seconds:.0f} s")
+
+
+def memory_report(step: CompiledStep) -> Mapping[str, int | None]:
+    """Bytes: budget, predicted and measured peak, predicted plain peak."""
+    return {
+        "budget": step.budget,
+        "predicted": step.plan.peak,
+        "measured": step.measured_peak,
+        "plain": step.prepared.plain.peak,
+    }
+
+
+__all__ = ["CompiledStep", "Device", "Options", "memory_report"]
