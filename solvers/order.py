@@ -118,13 +118,13 @@ class _State:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._outputs = frozenset(graph.outputs)
-        after: list[list[int]] = [list(successors) for successors in graph.successors]
+        after = [set(successors) for successors in graph.successors]
         for reader, writer in graph.order:
-            after[reader].append(writer)
-        self._after = after
+            after[reader].add(writer)
+        self._after = [tuple(sorted(nodes)) for nodes in after]
         self.waiting = [0] * len(graph)
-        for successors in after:
-            for node in successors:
+        for later in self._after:
+            for node in later:
                 self.waiting[node] += 1
         self.uses = [len(successors) for successors in graph.successors]
         self.held = 0
