@@ -145,12 +145,12 @@ def _split(states: int, stores: int) -> int:
 def _search(problem: Problem, training: Training, hold: int) -> Iterator[Schedule]:
     """Schedules on the way to the number of stores that suits the problem best.
 
-    Bisection: fewer stores have a lower peak and a higher cost.
+    First a store for each state, then bisection: as a rule, though not always,
+    fewer stores have a lower peak and a higher cost.
     """
     _, _, states = _chain(training)
-    low, high = 0, states
+    low, stores, high = 0, states, states
     while low <= high:
-        stores = (low + high) // 2
         schedule = reverse(training, stores, hold)
         if schedule is None:
             fewer = False
@@ -162,3 +162,4 @@ def _search(problem: Problem, training: Training, hold: int) -> Iterator[Schedul
             else:
                 fewer = result.cost <= dearest_cost(problem)
         low, high = (low, stores - 1) if fewer else (stores + 1, high)
+        stores = (low + high) // 2

@@ -41,11 +41,13 @@ def graphs(draw: st.DrawFn, most: int = 14) -> Graph:
         for target in range(1, count)
         for source in draw(st.sets(st.integers(0, target - 1), max_size=3))
     ]
-    turn = draw(st.integers(0, count)) if draw(st.booleans()) else count
+    flagged = draw(st.booleans())
+    turn = draw(st.integers(0, count)) if flagged else count
     nodes: list[Node] = []
     for index in range(count):
         inputs = [source for source, target in edges if target == index]
-        forward = draw(st.sampled_from(inputs)) if inputs and draw(st.booleans()) else None
+        in_place = draw(st.booleans())
+        forward = draw(st.sampled_from(inputs)) if inputs and in_place else None
         nodes.append(
             Node(
                 name=f"node{index}",
@@ -142,7 +144,8 @@ def test_heuristics_are_legal_and_within_budget_on_any_graph(graph: Graph, part:
     for method in HEURISTICS:
         schedule = run(method, graph, budget)
         if part == 1.0 and method in ALWAYS_FEASIBLE:
-            assert simulate(graph, schedule or ()).cost == graph.cost
+            assert schedule is not None
+            assert simulate(graph, schedule).cost == graph.cost
 
 
 @FEW
