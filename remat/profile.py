@@ -22,9 +22,10 @@ import re
 import statistics
 import tempfile
 import time
+from bisect import bisect_left as bisect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,11 +75,12 @@ _INDEX_BOUNDS: Mapping[str, Callable[[OpSignature], int]] = {
 # TensorFlow picks it only where it sees both: the forward operation runs once, first.
 _FORWARD: Mapping[str, str] = {"MaxPoolGrad": "MaxPool"}
 _BLOCK_SECONDS = 0.002  # small operations are timed in chains of about this length ...
-_MOST_COPIES = 128  # ... and at most this many copies
+_MOST_COPIES = 512  # ... and at most this many copies
 _MOST_ATTEMPTS = 3  # while other work disturbs the device ...
 _DISTURBED = 1.2  # ... which shows when a reference slows down by this factor
 _SAVE_SECONDS = 10.0  # between appends to a table
 _FLOPS_PER_BYTE = 10.0  # of a typical device; only the order of measuring depends on it
+_MARK = "remat run "  # prefix of the stretches marked in a profile
 _TIME_IS_UP = "time was up before its turn"
 
 
@@ -207,10 +209,19 @@ def measure_operations(
     wanted, reasons = _worth_measuring(signatures, share, least_bytes)
     wanted = [signature for signature in wanted if signature.text not in known]
     rows: list[Row] = []
-    saved, saved_at = 0, started
+    pending: list[_Timing] = []
+    saved_at = started
     interrupted = False
     provenance = device_provenance(device)
     bench = _Bench(device)
+
+    def save() -> None:
+        added = [_row(timing, provenance) for timing in bench.with_exact_workspace(pending)]
+        if path is not None and added:
+            append_rows(path, added)
+        rows.extend(added)
+        pending.clear()
+
     try:
         for index, signature in enumerate(wanted):
             if progress is not None:
@@ -219,28 +230,15 @@ def measure_operations(
                 reasons[signature.text] = _TIME_IS_UP
                 continue
             try:
-                timing, workspace = bench.measure_undisturbed(signature, spread, seconds_each)
+                pending.append(bench.measure_undisturbed(signature, spread, seconds_each))
             except (UnmeasurableError, tf.errors.OpError) as error:
                 reasons[signature.text] = str(error).split("\n", 1)[0]
-                continue
-            rows.append(
-                Row(
-                    signature=signature,
-                    seconds=timing.seconds,
-                    spread=timing.spread,
-                    repeats=timing.repeats,
-                    output_bytes=signature.output_bytes,
-                    workspace_bytes=workspace,
-                    **provenance,
-                )
-            )
-            if path is not None and time.monotonic() - saved_at > _SAVE_SECONDS:
-                append_rows(path, rows[saved:])
-                saved, saved_at = len(rows), time.monotonic()
+            if time.monotonic() - saved_at > _SAVE_SECONDS:
+                save()
+                saved_at = time.monotonic()
     except KeyboardInterrupt:
         interrupted = True
-    if path is not None and rows[saved:]:
-        append_rows(path, rows[saved:])
+    save()
     return Measurement(tuple(rows), reasons, interrupted)
 
 
@@ -339,10 +337,34 @@ def cpu_name() -> str:
     return f"{model}, {len(usable(0)) if usable else os.cpu_count()} cores"
 
 
-class _Timing(NamedTuple):
+@dataclass(frozen=True)
+class _Timing:
+    """One measured operation; ``workspace`` may be an upper bound at first."""
+
+    signature: OpSignature
     seconds: float
     spread: float
     repeats: int
+    workspace: int | None
+
+
+def _row(timing: _Timing, provenance: Mapping[str, str]) -> Row:
+    return Row(
+        signature=timing.signature,
+        seconds=timing.seconds,
+        spread=timing.spread,
+        repeats=timing.repeats,
+        output_bytes=timing.signature.output_bytes,
+        workspace_bytes=timing.workspace,
+        **provenance,
+    )
+
+
+class _Arguments(NamedTuple):
+    """What an operation is run on; handles do not keep their variables alive."""
+
+    inputs: list[tf.Tensor | tf.Variable]
+    tensors: list[tf.Tensor]
 
 
 class _Bench:
@@ -366,15 +388,50 @@ class _Bench:
 
     def measure_undisturbed(
         self, signature: OpSignature, spread: float, seconds_each: float
-    ) -> tuple[_Timing, int | None]:
+    ) -> _Timing:
         """The fastest of a few attempts: the first that nothing else seems to have slowed."""
-        best, workspace = self._measure(signature, spread, seconds_each)
+        best = self._measure(signature, spread, seconds_each)
         for _ in range(_MOST_ATTEMPTS - 1):
             if self._is_undisturbed():
                 break
-            timing, _ = self._measure(signature, spread, seconds_each)
-            best = min(best, timing)
-        return best, workspace
+            again = self._measure(signature, spread, seconds_each)
+            best = min(best, again, key=lambda timing: timing.seconds)
+        return best
+
+    def with_exact_workspace(self, timings: Sequence[_Timing]) -> list[_Timing]:
+        """Replaces upper bounds of workspaces by the peak of the bytes that were asked for.
+
+        One profile of one run of each operation tells.  The allocator's own peak, which
+        the upper bounds are from, counts chunks of up to twice what was asked for.
+        """
+        unsure = [index for index, timing in enumerate(timings) if timing.workspace]
+        result = list(timings)
+        if not unsure:
+            return result
+        with tempfile.TemporaryDirectory() as folder:
+            # Level 1 is what records memory; without any device tracing it is cheap.
+            options = tf.profiler.experimental.ProfilerOptions(
+                host_tracer_level=1, python_tracer_level=0, device_tracer_level=0
+            )
+            with tf.profiler.experimental.Profile(folder, options):
+                for index in unsure:
+                    self._run_marked(timings[index].signature, f"{_MARK}{index}")
+            space = xplane_pb2.XSpace()
+            for path in Path(folder).rglob("*.xplane.pb"):
+                space.MergeFromString(path.read_bytes())
+        peaks = _requested_peaks(space, on_gpu=self.device.startswith("GPU"))
+        for index in unsure:
+            timing = timings[index]
+            exact = max(0, peaks[f"{_MARK}{index}"] - _held_bytes(timing.signature))
+            result[index] = replace(timing, workspace=exact)
+        return result
+
+    def _run_marked(self, signature: OpSignature, mark: str) -> None:
+        arguments = self._arguments(signature)
+        with self._registered(signature, copies=1) as run:
+            run(arguments.tensors)
+            with tf.profiler.experimental.Trace(mark):
+                run(arguments.tensors)
 
     def _is_undisturbed(self) -> bool:
         """False if a product of two matrices takes longer than it did at best."""
@@ -387,34 +444,32 @@ class _Bench:
         self._reference_seconds = min(self._reference_seconds, *taken)
         return statistics.median(taken) <= _DISTURBED * self._reference_seconds
 
-    def _measure(
-        self, signature: OpSignature, spread: float, seconds_each: float
-    ) -> tuple[_Timing, int | None]:
-        inputs = [
-            self._make_input(signature, index, tensor)
-            for index, tensor in enumerate(signature.inputs)
-        ]
-        arguments = [item.handle if isinstance(item, tf.Variable) else item for item in inputs]
+    def _measure(self, signature: OpSignature, spread: float, seconds_each: float) -> _Timing:
+        arguments = self._arguments(signature)
         overhead = self._empty_seconds
         if signature.op in _FORWARD:
             with self._registered(signature, copies=0) as run:
-                run(arguments)
+                run(arguments.tensors)
                 overhead = statistics.median(_sample(run, arguments, spread, seconds_each))
         with self._registered(signature, copies=1) as run:
-            run(arguments)  # the first run also chooses kernels and builds primitives
-            workspace = self._workspace(signature, lambda: run(arguments))
-            single = run(arguments)
-            copies = max(1, min(_MOST_COPIES, int(_BLOCK_SECONDS / single)))
+            run(arguments.tensors)  # the first run also chooses kernels and builds primitives
+            workspace = self._largest_workspace(signature, lambda: run(arguments.tensors))
+            single = max(run(arguments.tensors) - overhead, _BLOCK_SECONDS / _MOST_COPIES)
+            copies = max(1, int(_BLOCK_SECONDS / single))
             if copies == 1:
                 samples = _sample(run, arguments, spread, seconds_each)
         if copies > 1:
             with self._registered(signature, copies) as run:
-                run(arguments)
+                run(arguments.tensors)
                 samples = _sample(run, arguments, spread, seconds_each)
-        median = statistics.median(samples)
-        # Noise may put an operation that does nothing below the empty function.
-        seconds = max(median - overhead, 0.0) / copies
-        return _Timing(seconds, _relative_spread(samples), copies * len(samples)), workspace
+        return _Timing(
+            signature=signature,
+            # Noise may put an operation that does nothing below the empty function.
+            seconds=max(statistics.median(samples) - overhead, 0.0) / copies,
+            spread=_relative_spread(samples),
+            repeats=copies * len(samples),
+            workspace=workspace,
+        )
 
     @contextlib.contextmanager
     def _registered(
@@ -443,41 +498,23 @@ class _Bench:
     def _memory(self) -> dict[str, int]:
         return tf.config.experimental.get_memory_info(self.device)
 
-    def _workspace(self, signature: OpSignature, run: Callable[[], object]) -> int | None:
-        """Peak of requested bytes beyond inputs and outputs; None if nobody counts them.
-
-        The allocator's own peak counts whole chunks, up to twice what was asked for, so
-        it only tells which operations need a closer look with the profiler.
-        """
+    def _largest_workspace(self, signature: OpSignature, run: Callable[[], object]) -> int | None:
+        """Upper bound of the bytes beyond inputs and outputs; None if nobody counts them."""
         if not self._counts_bytes:
             return None
-        outputs = sum(tensor.bytes for tensor in signature.outputs)
-        if signature.op in _FORWARD:
-            outputs += signature.inputs[1].bytes
         tf.config.experimental.reset_memory_stats(self.device)
         before = self._memory()["current"]
         run()
-        if self._memory()["peak"] - before <= outputs:
-            return 0
-        return max(0, self._peak_requested(run) - outputs)
+        return max(0, self._memory()["peak"] - before - _held_bytes(signature))
 
-    def _peak_requested(self, run: Callable[[], object]) -> int:
-        """The most bytes that ``run`` had asked for at once, from a profile of it."""
-        with tempfile.TemporaryDirectory() as folder:
-            # Level 1 is what records memory; without any device tracing it is cheap.
-            options = tf.profiler.experimental.ProfilerOptions(
-                host_tracer_level=1, python_tracer_level=0, device_tracer_level=0
-            )
-            with tf.profiler.experimental.Profile(folder, options):
-                run()
-            space = xplane_pb2.XSpace()
-            for path in Path(folder).rglob("*.xplane.pb"):
-                space.MergeFromString(path.read_bytes())
-        held = peak = 0
-        for _, change in sorted(_memory_events(space, on_gpu=self.device.startswith("GPU"))):
-            held += change
-            peak = max(peak, held)
-        return peak
+    def _arguments(self, signature: OpSignature) -> _Arguments:
+        inputs = [
+            self._make_input(signature, index, tensor)
+            for index, tensor in enumerate(signature.inputs)
+        ]
+        return _Arguments(
+            inputs, [item.handle if isinstance(item, tf.Variable) else item for item in inputs]
+        )
 
     def _make_input(
         self, signature: OpSignature, index: int, tensor: TensorType
@@ -572,14 +609,14 @@ def _worth_measuring(
 
 
 def _reference_operations(on_gpu: bool) -> list[OpSignature]:
-    """Products of matrices, a sum beyond any cache, and one of a few elements."""
-    size = 4096 if on_gpu else 1024
+    """Products of matrices, and sums beyond any cache, inside one, and of a few elements."""
+    size, cached = (4096, 2**22) if on_gpu else (1024, 2**15)
     operations = []
     for dtype in ("float32", "float64", "bfloat16", "float16"):
         square = TensorType(dtype, (size, size))
         attrs = (("T", dtype), ("transpose_a", "false"), ("transpose_b", "false"))
         operations.append(OpSignature("MatMul", (square, square), (square,), attrs))
-    for elements in (2**23, 2**4):
+    for elements in (2**24, cached, 2**4):
         vector = TensorType("float32", (elements,))
         operations.append(OpSignature("AddV2", (vector, vector), (vector,), (("T", "float32"),)))
     return operations
@@ -720,33 +757,53 @@ def _default_bound(signature: OpSignature) -> int:
     return handle.shape[0] if handle and handle.dtype == "resource" and handle.shape else 2
 
 
-def _memory_events(space: xplane_pb2.XSpace, on_gpu: bool) -> Iterator[tuple[int, int]]:
-    """Pairs (picoseconds, bytes requested), negative where they are given back."""
+def _held_bytes(signature: OpSignature) -> int:
+    """Bytes of the outputs while the operation runs, a forward operation's included."""
+    forward = signature.inputs[1].bytes if signature.op in _FORWARD else 0
+    return signature.output_bytes + forward
+
+
+def _requested_peaks(space: xplane_pb2.XSpace, on_gpu: bool) -> dict[str, int]:
+    """The most bytes that were asked for at once within each marked stretch of a profile."""
     signs = {"MemoryAllocation": 1, "MemoryDeallocation": -1}
+    stretches: list[tuple[int, int, str]] = []
+    changes: list[tuple[int, int]] = []
     for plane in space.planes:
         for line in plane.lines:
             for event in line.events:
-                sign = signs.get(plane.event_metadata[event.metadata_id].name)
-                if sign is None:
-                    continue
-                stats = {plane.stat_metadata[stat.metadata_id].name: stat for stat in event.stats}
-                allocator = stats["allocator_name"]
-                name = allocator.str_value or plane.stat_metadata[allocator.ref_value].name
-                if name.startswith("GPU") == on_gpu:
-                    requested = stats["requested_bytes"]
-                    size = requested.int64_value or requested.uint64_value
-                    yield line.timestamp_ns * 1000 + event.offset_ps, sign * size
+                name = plane.event_metadata[event.metadata_id].name
+                moment = line.timestamp_ns * 1000 + event.offset_ps
+                if name.startswith(_MARK):
+                    stretches.append((moment, moment + event.duration_ps, name))
+                elif name in signs:
+                    stats = {
+                        plane.stat_metadata[stat.metadata_id].name: stat for stat in event.stats
+                    }
+                    allocator = stats["allocator_name"]
+                    owner = allocator.str_value or plane.stat_metadata[allocator.ref_value].name
+                    if owner.startswith("GPU") == on_gpu:
+                        size = stats["requested_bytes"]
+                        requested = size.int64_value or size.uint64_value
+                        changes.append((moment, signs[name] * requested))
+    changes.sort()
+    peaks = {}
+    for start, end, name in stretches:
+        held = peaks[name] = 0
+        for _, change in changes[bisect(changes, (start,)) : bisect(changes, (end,))]:
+            held += change
+            peaks[name] = max(peaks[name], held)
+    return peaks
 
 
 def _sample(
-    run: Callable[[list[tf.Tensor]], float], arguments: list[tf.Tensor], spread: float, limit: float
+    run: Callable[[list[tf.Tensor]], float], arguments: _Arguments, spread: float, limit: float
 ) -> list[float]:
     """Seconds of several runs: at least 3, then until they agree or ``limit`` seconds passed."""
     samples: list[float] = []
     while len(samples) < 3 or (
         sum(samples) < limit and (len(samples) < 7 or _relative_spread(samples) > spread)
     ):
-        samples.append(run(arguments))
+        samples.append(run(arguments.tensors))
     return samples
 
 

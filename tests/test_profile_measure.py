@@ -1,0 +1,295 @@
+"""Measuring operations on the device at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from remat import profile
+from remat.profiles import roofline
+from remat.profiles.signature import OpSignature, TensorType
+from remat.profiles.table import TableError, load_table
+
+F32 = "float32"
+IMAGE = (2, 16, 16, 8)
+
+
+def signature(op: str, inputs: list[tuple], outputs: list[tuple], **attrs: str) -> OpSignature:
+    return OpSignature(
+        op,
+        tuple(TensorType(*tensor) for tensor in inputs),
+        tuple(TensorType(*tensor) for tensor in outputs),
+        tuple(sorted(attrs.items())),
+    )
+
+
+def relu(*shape: int) -> OpSignature:
+    return signature("Relu", [(F32, shape)], [(F32, shape)], T=F32)
+
+
+CONV = {"T": F32, "strides": "1,1,1,1", "padding": "SAME"}
+POOL = {"T": F32, "ksize": "1,2,2,1", "strides": "1,2,2,1", "padding": "VALID"}
+KINDS = {
+    "grappler's fused convolution": signature(
+        "_FusedConv2D",
+        [(F32, IMAGE), (F32, (3, 3, 8, 8)), (F32, (8,))],
+        [(F32, IMAGE)],
+        TArgs=F32,
+        num_args="1",
+        fused_ops="BiasAdd,Relu",
+        **CONV,
+    ),
+    "filter gradient": signature(
+        "Conv2DBackpropFilter",
+        [(F32, IMAGE), ("int32", (4,), (3, 3, 8, 8)), (F32, IMAGE)],
+        [(F32, (3, 3, 8, 8))],
+        **CONV,
+    ),
+    "transposed convolution": signature(
+        "Conv2DBackpropInput",
+        [("int32", (4,), IMAGE), (F32, (3, 3, 8, 8)), (F32, IMAGE)],
+        [(F32, IMAGE)],
+        **CONV,
+    ),
+    "depthwise convolution": signature(
+        "DepthwiseConv2dNative", [(F32, IMAGE), (F32, (3, 3, 8, 1))], [(F32, IMAGE)], **CONV
+    ),
+    "pooling gradient": signature(
+        "MaxPoolGrad",
+        [(F32, IMAGE), (F32, (2, 8, 8, 8)), (F32, (2, 8, 8, 8))],
+        [(F32, IMAGE)],
+        **POOL,
+    ),
+    "normalisation": signature(
+        "FusedBatchNormV3",
+        [(F32, IMAGE), (F32, (8,)), (F32, (8,)), (F32, (0,)), (F32, (0,))],
+        [(F32, IMAGE), (F32, (8,)), (F32, (8,)), (F32, (8,)), (F32, (8,)), (F32, ())],
+        T=F32,
+        U=F32,
+        is_training="true",
+    ),
+    "optimizer's update": signature(
+        "ResourceApplyAdam",
+        [("resource", (64, 64))] * 3 + [(F32, ())] * 6 + [(F32, (64, 64))],
+        [],
+        T=F32,
+    ),
+    "variable's update": signature(
+        "AssignSubVariableOp", [("resource", (64, 64)), (F32, (64, 64))], [], dtype=F32
+    ),
+    "embedding": signature(
+        "ResourceGather",
+        [("resource", (100, 16)), ("int64", (32,))],
+        [(F32, (32, 16))],
+        Tindices="int64",
+        dtype=F32,
+        batch_dims="0",
+    ),
+    "einsum": signature(
+        "Einsum",
+        [(F32, (4, 8, 16)), (F32, (4, 8, 16))],
+        [(F32, (4, 8, 8))],
+        T=F32,
+        N="2",
+        equation="bqd,bkd->bqk",
+    ),
+    "random numbers": signature(
+        "StatelessRandomUniformV2",
+        [("int32", (2,), (64, 64)), ("uint64", (1,)), ("uint64", (2,)), ("int32", (), (1,))],
+        [(F32, (64, 64))],
+        Tshape="int32",
+        dtype=F32,
+    ),
+    "choice": signature(
+        "SelectV2", [("bool", (64, 64)), (F32, (64, 64)), (F32, ())], [(F32, (64, 64))], T=F32
+    ),
+    "loss": signature(
+        "SparseSoftmaxCrossEntropyWithLogits",
+        [(F32, (32, 10)), ("int64", (32,))],
+        [(F32, (32,)), (F32, (32, 10))],
+        T=F32,
+        Tlabels="int64",
+    ),
+    "half precision": signature(
+        "MatMul", [("bfloat16", (64, 64))] * 2, [("bfloat16", (64, 64))], T="bfloat16"
+    ),
+    "concatenation": signature(
+        "ConcatV2",
+        [(F32, (8, 64)), (F32, (8, 64)), ("int32", (), (1,))],
+        [(F32, (8, 128))],
+        N="2",
+        T=F32,
+        Tidx="int32",
+    ),
+}
+UNMEASURABLE = {
+    "runs Python code": signature(
+        "EagerPyFunc", [(F32, (64, 64))], [(F32, (64, 64))], token="t", Tin=F32, Tout=F32
+    ),
+    "runs another function": signature(
+        "StatelessWhile", [(F32, (64, 64))], [(F32, (64, 64))], T=F32, cond="c", body="b"
+    ),
+    "its reduction_indices is not a constant": signature(
+        "Sum", [(F32, (64, 64)), ("int32", (1,))], [(F32, (64,))], T=F32, Tidx="int32"
+    ),
+    "a shape is not static": relu(-1, 64),
+    "Unheard is not an operation": signature("Unheard", [(F32, (8,))], [(F32, (8,))]),
+    "computes nothing": signature("Identity", [(F32, (64, 64))], [(F32, (64, 64))], T=F32),
+    "Matrix size-incompatible": signature(
+        "MatMul", [(F32, (64, 64)), (F32, (63, 64))], [(F32, (64, 64))], T=F32
+    ),
+    "attribute T cannot be 'float99'": signature("Relu", [(F32, (8,))], [(F32, (8,))], T="float99"),
+}
+
+
+def measure(signatures, **options):
+    options = {"share": 1.0, "least_bytes": 0, "seconds_each": 0.0, **options}
+    return profile.measure_operations(signatures, device="CPU:0", **options)
+
+
+def test_every_kind_of_operation_is_measured_and_nothing_else_stops_it():
+    found = measure([*UNMEASURABLE.values(), *KINDS.values()])
+    assert {row.signature for row in found.rows} == set(KINDS.values()), found.reasons
+    for row in found.rows:
+        assert 0 < row.seconds < 1, row.signature.op
+        assert row.repeats >= 3
+        assert row.workspace_bytes is None or row.workspace_bytes >= 0
+        assert row.tensorflow == tf.__version__
+    assert set(found.reasons) == {each.text for each in UNMEASURABLE.values()}
+    for reason, each in UNMEASURABLE.items():
+        assert reason in found.reasons[each.text]
+
+
+def test_workspace_is_what_an_operation_asks_for_beside_its_output():
+    # float16 products convert both inputs and the result to float32 where the CPU has no
+    # half-precision arithmetic; elementwise operations need nothing.
+    half = ("float16", (512, 512))
+    found = measure([signature("MatMul", [half, half], [half], T="float16"), relu(512, 512)])
+    workspace = {row.signature.op: row.workspace_bytes for row in found.rows}
+    assert workspace["Relu"] == 0
+    assert workspace["MatMul"] in (0, 3 * 4 * 512 * 512)
+
+
+def test_operations_too_small_to_matter_are_left_to_the_launch_overhead():
+    found = measure([relu(64), relu(512, 512)], least_bytes=64 * 1024)
+    assert [row.signature for row in found.rows] == [relu(512, 512)]
+    assert "launch overhead" in found.reasons[relu(64).text]
+
+
+def test_the_small_remainder_of_the_work_is_left_out():
+    found = measure([relu(512, 512)] * 99 + [relu(512, 511)], share=0.9)
+    assert [row.signature for row in found.rows] == [relu(512, 512)]
+    assert "remainder" in found.reasons[relu(512, 511).text]
+
+
+def test_ctrl_c_keeps_what_was_measured_and_the_next_run_goes_on_from_there(tmp_path: Path):
+    everything = [relu(64, size) for size in range(64, 72)]
+
+    def interrupt(done: int, total: int, following: OpSignature) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    path = tmp_path / "table.csv"
+    first = measure(everything, path=path, progress=interrupt)
+    assert first.interrupted
+    assert len(load_table(path)) == 3
+    second = measure(everything, path=path, known=load_table(path))
+    assert not second.interrupted
+    assert len(second.rows) == len(everything) - 3
+    assert set(load_table(path)) == {each.text for each in everything}
+
+
+def test_a_deadline_leaves_the_rest_without_rows():
+    found = measure([relu(64, 64), relu(64, 65)], deadline=0.0)
+    assert not found.rows
+    assert set(found.reasons.values()) == {"time was up before its turn"}
+
+
+def test_signatures_of_a_graph_know_variables_and_constants():
+    variable = tf.Variable(tf.ones([4, 3]))
+
+    @tf.function(input_signature=[tf.TensorSpec([5, 4])])
+    def step(x: tf.Tensor) -> tf.Tensor:
+        y = tf.reduce_sum(x @ variable, axis=1)
+        variable.assign_sub(tf.ones([4, 3]))
+        return tf.reshape(y, [-1, 1])
+
+    graph = step.get_concrete_function().graph
+    found = {each.op: each for each in profile.graph_signatures(graph).values()}
+    assert found["AssignSubVariableOp"].inputs[0] == TensorType("resource", (4, 3))
+    assert found["Sum"].inputs[1].value == (1,)
+    assert found["Reshape"].inputs[1].value == (5, 1)
+    assert found["MatMul"].outputs == (TensorType(F32, (5, 3)),)
+    assert all(OpSignature.from_text(each.text) == each for each in found.values())
+
+
+def test_names_devices_and_seeds_are_no_part_of_a_signature():
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, [8])
+        with tf.device("CPU:0"):
+            tf.raw_ops.Relu(features=x, name="one")
+        tf.raw_ops.Relu(features=x, name="two")
+        tf.raw_ops.RandomUniform(shape=[8], dtype=tf.float32, seed=1, seed2=2, name="three")
+        tf.raw_ops.RandomUniform(shape=[8], dtype=tf.float32, seed=3, seed2=4, name="four")
+    found = profile.graph_signatures(graph)
+    assert found["one"] == found["two"]
+    assert found["three"] == found["four"]
+
+
+def test_a_training_step_is_covered_and_priced_from_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+    model = keras.Sequential(
+        [
+            keras.Input((16, 16, 3)),
+            keras.layers.Conv2D(8, 3, padding="same", activation="relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.MaxPooling2D(),
+            keras.layers.Flatten(),
+            keras.layers.Dense(10),
+        ]
+    )
+    optimizer = keras.optimizers.Adam()
+    optimizer.build(model.trainable_variables)
+
+    @tf.function(input_signature=[tf.TensorSpec([8, 16, 16, 3])])
+    def step(images: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(images, training=True)))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    signatures = list(profile.graph_signatures(step.get_concrete_function().graph).values())
+    pricer = profile.measured_pricer(signatures, device="CPU:0")
+    kinds = {each: pricer.price(each).kind for each in set(signatures) if each.is_static}
+    for op in ("Conv2D", "Conv2DBackpropFilter", "MaxPoolGrad"):
+        assert {kind for each, kind in kinds.items() if each.op == op} == {"measured"}
+    assert all(np.isfinite(pricer.price(each).seconds) for each in signatures)
+
+    def measured_again(done: int, total: int, following: OpSignature) -> None:
+        raise AssertionError(f"{following.text} is measured a second time")
+
+    again = profile.measured_pricer(signatures, device="CPU:0", progress=measured_again)
+    assert again.table == pricer.table
+
+
+def test_a_damaged_table_in_the_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+    profile.table_path("CPU:0").write_text("signature,seconds\n")
+    with pytest.raises(TableError, match=tmp_path.name):
+        profile.measured_pricer([relu(512, 512)], device="CPU:0")
+
+
+def test_the_cpu_at_hand_has_a_sane_specification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+    spec = profile.measure_device("CPU:0")
+    assert spec.peak_flops(F32, matrix=True) > spec.peak_flops(F32, matrix=False) > 1e8
+    assert 1e8 < spec.bandwidth < 1e13
+    assert spec.memory is not None
+    assert 0 < spec.launch_seconds < 1e-3
+    assert roofline.seconds(relu(512, 512), spec) > spec.launch_seconds
