@@ -157,9 +157,10 @@ class Coverage:
     def __str__(self) -> str:
         total = sum(self.seconds.values()) or 1.0
         return "\n".join(
-            f"{kind:9} {self.operations[kind]:7} operations {self.seconds[kind]:10.4f} s "
+            f"{kind:9} {count:7} operations {self.seconds[kind]:10.4f} s "
             f"{100 * self.seconds[kind] / total:5.1f} %"
-            for kind in self.operations
+            for kind, count in self.operations.items()
+            if count
         )
 
 

@@ -76,7 +76,7 @@ _INDEX_BOUNDS: Mapping[str, Callable[[OpSignature], int]] = {
 _FORWARD: Mapping[str, str] = {"MaxPoolGrad": "MaxPool"}
 _BLOCK_SECONDS = 0.002  # small operations are timed in chains of about this length ...
 _MOST_COPIES = 512  # ... and at most this many copies
-_MOST_ATTEMPTS = 3  # while other work disturbs the device ...
+_MOST_ATTEMPTS = 2  # where other work disturbed the device ...
 _DISTURBED = 1.2  # ... which shows when a reference slows down by this factor
 _SAVE_SECONDS = 10.0  # between appends to a table
 _FLOPS_PER_BYTE = 10.0  # of a typical device; only the order of measuring depends on it
@@ -413,9 +413,12 @@ class _Bench:
             options = tf.profiler.experimental.ProfilerOptions(
                 host_tracer_level=1, python_tracer_level=0, device_tracer_level=0
             )
-            with tf.profiler.experimental.Profile(folder, options):
-                for index in unsure:
-                    self._run_marked(timings[index].signature, f"{_MARK}{index}")
+            try:
+                with tf.profiler.experimental.Profile(folder, options):
+                    for index in unsure:
+                        self._run_marked(timings[index].signature, f"{_MARK}{index}")
+            except tf.errors.AlreadyExistsError:
+                return result  # someone else is profiling; the upper bounds stay
             space = xplane_pb2.XSpace()
             for path in Path(folder).rglob("*.xplane.pb"):
                 space.MergeFromString(path.read_bytes())

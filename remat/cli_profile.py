@@ -1,0 +1,186 @@
+"""``remat profile``: measures what a model's operations cost on the device at hand."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import keras
+
+    from .profiles.signature import OpSignature
+
+_PROFILE = """\
+Measure what the operations of a model's training step cost on the device at
+hand (the first GPU, else the CPU), and add them to the user's table of that
+device.  remat.compile then finds them there instead of measuring.
+
+MODEL is the name of a model in keras.applications, or MODULE:FUNCTION, where
+the function takes nothing and returns a Keras model.  The step trains it with
+Adam.  Operations are run one by one, so the step itself need not fit in
+memory.  What is in the table already is not measured again; Ctrl-C keeps what
+was measured so far.
+"""
+
+_EXAMPLES = """\
+examples:
+  remat profile ResNet50 --batch-size 16 --shape 128,128,3
+  remat profile VGG16 mymodels:make_unet --batch-size 8 16 32 --validate
+  remat profile ResNet50 --profile h200       nothing measured: what an H200 would take
+
+The table lies under $REMAT_CACHE, else $XDG_CACHE_HOME/remat, else ~/.cache/remat.
+"""
+
+
+def register(commands: Any) -> None:
+    """Adds the parser of this module's command."""
+    parser = commands.add_parser(
+        "profile",
+        help="measure what a model's operations cost on this device",
+        description=_PROFILE,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("models", metavar="MODEL", nargs="+", help="as described above")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        nargs="+",
+        default=[8],
+        metavar="N",
+        help="one or several; costs at other sizes are fitted to those measured (default 8)",
+    )
+    parser.add_argument(
+        "--shape",
+        type=_shape,
+        metavar="N,N,...",
+        help="of one sample, where the model leaves it open (for keras.applications: its input)",
+    )
+    parser.add_argument(
+        "--profile",
+        default="auto",
+        metavar="NAME",
+        help="where costs come from: auto (measure here), the name of a device, or a CSV table",
+    )
+    parser.add_argument(
+        "--time-limit", type=float, default=600.0, metavar="SECONDS", help="for a step (600)"
+    )
+    parser.add_argument(
+        "--validate",
+        action="store_true",
+        help="predict measured operations from the others, and show the error",
+    )
+    parser.add_argument("-o", "--output", metavar="TABLE.csv", help="write the table here too")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures the models one after the other; returns the exit status."""
+    from .price import price
+    from .profile import default_device, table_path
+    from .profiles.price import cross_validate, load_pricer
+    from .profiles.table import load_table, save_table
+    from .program import build
+    from .trace import trace
+
+    if min(arguments.batch_size) < 1:
+        raise ValueError(f"the batch size must be 1 or more, not {min(arguments.batch_size)}")
+    for name in arguments.models:
+        for batch_size in arguments.batch_size:
+            model = _model(name, arguments.shape)
+            function, specs = _training_step(model, batch_size, arguments.shape)
+            program = build(trace(function, specs))
+            started = time.monotonic()
+            prices = price(
+                program,
+                arguments.profile,
+                deadline=arguments.time_limit,
+                progress=_show_progress,
+            )
+            print(
+                f"{name}, batch {batch_size}, on {prices.device}: "
+                f"{sum(prices.seconds):.4f} s a step, "
+                f"priced in {time.monotonic() - started:.1f} s\n{prices.coverage}"
+            )
+    path = table_path(default_device()) if arguments.profile == "auto" else arguments.profile
+    pricer = load_pricer(path)
+    print(f"table: {path} ({len(pricer.table)} operations)")
+    if arguments.validate:
+        for found in cross_validate(pricer.table, pricer.device):
+            print(
+                f"{found.kind:9} predicts {found.rows} operations it has not seen: error "
+                f"{100 * found.median_error:.0f} % (median), "
+                f"{100 * found.largest_tenth_error:.0f} % (90th percentile), "
+                f"sum {found.total_ratio:.2f} x the measured"
+            )
+    if arguments.output:
+        save_table(load_table(path), arguments.output)
+    return 0
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(size) for size in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not whole numbers with commas") from None
+
+
+def _show_progress(done: int, total: int, following: OpSignature) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{done + 1:5} of {total}  {following.op:40.40}", end="", file=sys.stderr)
+
+
+def _model(name: str, shape: tuple[int, ...] | None) -> keras.Model:
+    import keras
+
+    module_name, colon, function_name = name.partition(":")
+    if colon:
+        try:
+            model = getattr(importlib.import_module(module_name), function_name)()
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"{name}: there is no such function ({error})") from None
+    else:
+        make: Any = getattr(keras.applications, name, None)
+        if not inspect.isfunction(make):
+            raise ValueError(
+                f"{name!r} is neither a model of keras.applications nor MODULE:FUNCTION"
+            )
+        model = make(weights=None, input_shape=shape)
+    if not isinstance(model, keras.Model):
+        raise ValueError(f"{name} made a {type(model).__name__}, not a Keras model")
+    return model
+
+
+def _training_step(
+    model: keras.Model, batch_size: int, shape: tuple[int, ...] | None
+) -> tuple[Any, list[Any]]:
+    """A step with Adam, and the specs of its arguments (one: the model's input)."""
+    import keras
+    import tensorflow as tf
+
+    def spec(tensor: Any) -> tf.TensorSpec:
+        sample = tuple(tensor.shape[1:])
+        if None in sample:
+            if shape is None:
+                raise ValueError(f"{model.name} takes any size {sample}; say which with --shape")
+            sample = shape
+        return tf.TensorSpec((batch_size, *sample), tensor.dtype)
+
+    optimizer = keras.optimizers.Adam()
+    optimizer.build(model.trainable_variables)
+
+    def step(inputs: Any) -> Any:
+        with tf.GradientTape() as tape:
+            results = tf.nest.flatten(model(inputs, training=True))
+            # The loss hardly costs anything, so a mean square stands for any.
+            loss = tf.add_n([tf.reduce_mean(tf.square(result)) for result in results])
+        weights = model.trainable_variables
+        gradients = tape.gradient(loss, [weight.value for weight in weights])
+        optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return loss
+
+    return step, [tf.nest.map_structure(spec, model.input)]
