@@ -9,14 +9,14 @@ budget, and the target is lowered until the prediction fits.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .allocator import Device
 from .executor import execution_order
 from .extract import Extraction, expand, extract
-from .memory import Arena, Event, Usage, simulate
+from .memory import Arena, Event, OutOfMemoryError, Usage, simulate
 from .price import Prices, Profile, price
 from .program import Kind, Program, build
 from .solvers import InfeasibleBudgetError, Plan, PlanError, Result, Status, solve
@@ -29,6 +29,7 @@ MARGIN = 0.01
 host-side tensors and scratch memory that changes from run to run."""
 
 _ENDLESS = 1 << 50  # bytes
+_TIGHT = 1.02  # a limit up to this share of the budget leaves the pool no room
 _ROUNDS = 6  # solves, at most, until the prediction fits
 
 
@@ -81,20 +82,43 @@ class Planned:
     needed: int
 
 
+def read(function: Callable[..., Any], input_signature: Sequence[Any]) -> tuple[Trace, Program]:
+    """Traces a step; takes no memory on the device."""
+    traced = trace(function, input_signature)
+    return traced, build(traced)
+
+
+def plain_usage(
+    program: Program, workspace: Mapping[int, int], resident: Sequence[int]
+) -> Usage:
+    """What the plain step is predicted to take.
+
+    The executor leaves the plain step's order to chance.  Of two orders that
+    are close to what it does, the one with the lower peak is taken, so that a
+    budget that is a share of it is not larger than it seems.
+    """
+    return min(
+        (
+            simulate(program, events, workspace, _arena(resident), sum(resident))
+            for events in (plain_events(program), creation_events(program))
+        ),
+        key=lambda usage: usage.peak,
+    )
+
+
 def prepare(
-    function: Callable[..., Any],
-    input_signature: Sequence[Any],
+    traced: Trace,
+    program: Program,
     *,
     name: str = "step",
     profile: Profile = "auto",
     other_bytes: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Prepared:
-    """Traces, prices and groups a step.
+    """Prices and groups a traced step.
 
     Args:
-      function: the step.
-      input_signature: ``tf.TensorSpec`` nests of its arguments.
+      traced, program: from ``read``.
       name: for people.
       profile: where costs come from; see ``price``.
       other_bytes: bytes in use that are neither the step's variables nor its
@@ -102,35 +126,35 @@ def prepare(
       progress: called with a line for people now and then.
     """
     say = progress or (lambda line: None)
-    say("tracing the step")
-    traced = trace(function, input_signature)
-    program = build(traced)
     say(f"pricing {len(program.ops)} operations")
     prices = price(
         program,
         profile,
         progress=lambda done, total, s: say(f"measuring operation {done + 1} of {total}: {s.op}"),
     )
-    resident = [
-        *program.variable_bytes.values(),
-        *(sum(program.ops[index].bytes) for index in program.inputs),
-        *(sum(op.bytes) for op in program.ops if op.kind is Kind.CONSTANT),
-    ]
-    if other_bytes > 0:
-        resident.append(other_bytes)
-    events = plain_events(program)
-    # What is large must not depend on prices, or a saved plan would not load.
-    unpriced = simulate(program, events, {}, Arena()).requested_peak + sum(resident)
+    resident = [*resident_sizes(program), *([other_bytes] if other_bytes > 0 else [])]
+    # What is large must not depend on prices or on what else the process holds,
+    # or a saved plan would not load.
+    unpriced = plain_usage(program, {}, resident_sizes(program))
     extraction = extract(
         program,
         prices.seconds,
         prices.workspace,
-        plain_peak=unpriced,
+        plain_peak=unpriced.requested_peak,
         resident=sum(resident),
         name=name,
     )
-    plain = simulate(program, events, prices.workspace, _arena(resident), sum(resident))
+    plain = plain_usage(program, prices.workspace, resident)
     return Prepared(traced, program, prices, extraction, plain, tuple(resident))
+
+
+def resident_sizes(program: Program) -> list[int]:
+    """Bytes of what a step holds throughout: variables, arguments, constants."""
+    return [
+        *program.variable_bytes.values(),
+        *(sum(program.ops[index].bytes) for index in program.inputs),
+        *(sum(op.bytes) for op in program.ops if op.kind is Kind.CONSTANT),
+    ]
 
 
 def plain_events(program: Program) -> tuple[Event, ...]:
@@ -144,6 +168,11 @@ def plain_events(program: Program) -> tuple[Event, ...]:
         Event(op, 0, tuple((position[source], number) for source, number in ops[op].inputs))
         for op in order
     )
+
+
+def creation_events(program: Program) -> tuple[Event, ...]:
+    """The plain step's operations in the order in which they were traced."""
+    return tuple(Event(index, 0, op.inputs) for index, op in enumerate(program.ops))
 
 
 def make_plan(
@@ -232,17 +261,22 @@ def load_plan(prepared: Prepared, plan: Plan, *, device: Device) -> Planned:
 def _carry_out(prepared: Prepared, plan: Plan, target: int, device: Device) -> Planned:
     """Expands a plan's schedule and predicts what running it takes."""
     events = expand(prepared.extraction, plan.schedule)
-    usage = simulate(
-        prepared.program,
-        events,
-        prepared.prices.workspace,
-        _arena(prepared.resident),
-        sum(prepared.resident),
-    )
-    # Where the pool may not outgrow the budget, every chunk must find a place
-    # in it; elsewhere it is enough that the bytes in use stay within.
-    tight = device.limit is not None and device.limit <= plan.budget * 1.02
-    needed = usage.footprint if tight else usage.peak
+
+    def usage_in(pool: int) -> Usage:
+        arena = _arena(prepared.resident, pool)
+        return simulate(
+            prepared.program, events, prepared.prices.workspace, arena, sum(prepared.resident)
+        )
+
+    usage = usage_in(_ENDLESS)
+    needed = usage.peak
+    if device.limit is not None and device.limit <= plan.budget * _TIGHT:
+        # The pool cannot outgrow the budget: every chunk must find a place in it.
+        try:
+            usage = usage_in(plan.budget)
+            needed = usage.peak
+        except OutOfMemoryError:
+            needed = max(usage.footprint, plan.budget)
     details = {
         "step": prepared.fingerprint,
         "requested_peak": usage.requested_peak,
@@ -254,9 +288,9 @@ def _carry_out(prepared: Prepared, plan: Plan, target: int, device: Device) -> P
     return Planned(replace(plan, peak=usage.peak, details=details), events, usage, target, needed)
 
 
-def _arena(resident: Sequence[int]) -> Arena:
+def _arena(resident: Sequence[int], pool: int = _ENDLESS) -> Arena:
     """The allocator as the step finds it: what is resident, and one free block."""
-    arena = Arena(limit=_ENDLESS, growth=False)
+    arena = Arena(limit=pool, growth=False)
     for size in resident:
         if size:
             arena.allocate(size)

@@ -19,7 +19,16 @@ from tensorflow.python.framework import op_def_registry
 from . import allocator
 from .allocator import Device
 from .lower import lower
-from .planning import MARGIN, Planned, Prepared, load_plan, make_plan, prepare
+from .planning import (
+    MARGIN,
+    Planned,
+    load_plan,
+    make_plan,
+    plain_usage,
+    prepare,
+    read,
+    resident_sizes,
+)
 from .price import Profile
 from .program import Kind, Program
 from .solvers import InfeasibleBudgetError, Plan, Result
@@ -81,18 +90,28 @@ class CompiledStep:
         self._calls = 0
         say = _Progress(options.verbose)
         with say:
-            self._claim()
-            with self._timed("prepare"):
+            with self._timed("trace"):
+                say.line("tracing the step")
+                traced, program = read(function, input_signature)
+            other = 0
+            if self.device.counted:
+                held = sum(program.variable_bytes.values())
+                other = max(0, allocator.bytes_in_use(self.device) - held)
+                # Before anything else chops up the memory pool.  A block larger
+                # than the budget is only addresses, until it is used.
+                plain = plain_usage(program, {}, [*resident_sizes(program), other])
+                wanted, _ = self._resolve_budget(plain.peak)
+                allocator.claim(self.device, wanted)
+            with self._timed("price"):
                 self.prepared = prepare(
-                    function,
-                    input_signature,
+                    traced,
+                    program,
                     name=name,
                     profile=options.profile,
-                    other_bytes=0,
+                    other_bytes=other,
                     progress=say.line,
                 )
-                self.prepared = self._with_other_bytes(self.prepared)
-            self.budget, self.budget_source = self._budget()
+            self.budget, self.budget_source = self._resolve_budget(self.prepared.plain.peak)
             with self._timed("solve"):
                 if options.plan is not None:
                     self.planned = load_plan(
@@ -208,46 +227,17 @@ class CompiledStep:
             del results, inputs
         return peak
 
-    def _claim(self) -> None:
-        budget = self.options.budget
-        if not self.device.counted or not isinstance(budget, (int, str)) or budget == "auto":
-            return
-        if isinstance(budget, str) and budget.strip().endswith("%"):
-            return
-        count = parse_budget(budget, 1) - allocator.peak_bytes(self.device)
-        allocator.claim(self.device, count)
-
-    def _budget(self) -> tuple[int, str]:
+    def _resolve_budget(self, plain_peak: int) -> tuple[int, str]:
+        """The budget in bytes, and where the figure comes from."""
         budget = self.options.budget
         if budget == "auto":
             return allocator.memory_for_budget(self.device)
-        count = parse_budget(budget, self.prepared.plain.peak)
+        count = parse_budget(budget, plain_peak)
         if count <= 0:
             raise ValueError(f"the budget is {budget!r}; it must be above 0")
         if isinstance(budget, float) or (isinstance(budget, str) and "%" in budget):
             return count, "share of the plain step's predicted peak"
         return count, "given"
-
-    def _with_other_bytes(self, prepared: Prepared) -> Prepared:
-        """Counts what else the process holds on the device as resident."""
-        if not self.device.counted:
-            return prepared
-        held = sum(prepared.program.variable_bytes.values())
-        other = allocator.bytes_in_use(self.device) - held
-        if other <= 0:
-            return prepared
-        graph = prepared.extraction.graph
-        graph = replace(graph, resident=graph.resident + other)
-        return replace(
-            prepared,
-            extraction=replace(prepared.extraction, graph=graph),
-            resident=(*prepared.resident, other),
-            plain=replace(
-                prepared.plain,
-                peak=prepared.plain.peak + other,
-                requested_peak=prepared.plain.requested_peak + other,
-            ),
-        )
 
     def _flatten(self, arguments: Sequence[Any]) -> list[tf.Tensor]:
         try:
@@ -317,7 +307,19 @@ def _variables_put_back(program: Program) -> Iterator[None]:
         yield
     finally:
         for (handle, spec), value in zip(handles, saved, strict=True):
-            tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(value, spec.dtype))
+            _put_back(handle, tf.constant(value, spec.dtype))
+
+
+def _put_back(handle: tf.Tensor, value: tf.Tensor) -> None:
+    """Writes into the variable's own buffer, so that the pool stays as it was."""
+    if value.shape.rank == 0:
+        tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+        return
+    tf.raw_ops.ResourceStridedSliceAssign(
+        ref=handle, begin=[0], end=[0], strides=[1], value=value, ellipsis_mask=1
+    )
+    # Assigning to a slice makes every later read a copy; go back to sharing.
+    tf.raw_ops.DisableCopyOnRead(resource=handle)
 
 
 class _Progress:
