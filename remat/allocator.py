@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
+_SMALLEST_CLAIM = 1 << 20  # bytes
 _GPU_SHARE = 0.92  # of a GPU's memory that TensorFlow takes at most, by default
 
 
@@ -59,27 +60,18 @@ def reset_peak(device: Device) -> None:
     tf.config.experimental.reset_memory_stats(device.name)
 
 
-def claim(device: Device, budget: int) -> None:
-    """Makes the allocator's pool hold the rest of ``budget`` as one free block.
+def claim(device: Device, count: int) -> None:
+    """Makes the allocator's pool hold one free block of ``count`` bytes.
 
-    A pool that grows by doubling ends up in many regions, and a tensor cannot
-    straddle two: under a hard limit, much of it is lost.  One block claimed
-    early avoids that.  Where the limit is far above the budget, the block is
-    twice the budget: on a CPU that takes addresses, not memory, and keeps the
-    end of the block from mattering.
+    If the block cannot be had, nothing changes.
     """
-    if not device.counted or not device.growth:
+    if not device.counted or count < _SMALLEST_CLAIM:
         return
-    count = budget - peak_bytes(device)
-    if device.name.startswith("CPU") and (device.limit is None or device.limit > 3 * budget):
-        count = 2 * budget
-    # How much of the limit earlier regions hold is not known: try less and less.
-    while count > budget // 8:
-        try:
+    try:
+        with tf.device(device.name):
             tf.raw_ops.Empty(shape=[count], dtype=tf.uint8, init=False)
-            return
-        except tf.errors.ResourceExhaustedError:
-            count -= budget // 16
+    except tf.errors.ResourceExhaustedError:
+        return  # the pool is not what its model says; the measured peak will tell
 
 
 def memory_for_budget(device: Device) -> tuple[int, str]:

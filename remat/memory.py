@@ -25,6 +25,7 @@ from .program import Kind, Program, Tensor
 _ALIGNMENT = 256  # bytes; every request is rounded up to a multiple
 _BINS = 21
 _SPLIT_WASTE = 128 << 20  # bytes; a larger remainder is always split off
+_ENDLESS = 1 << 50  # bytes
 _FIRST_REGION = 2 << 20  # bytes; regions then double
 
 
@@ -151,7 +152,8 @@ class Arena:
 
     def claim(self, size: int) -> None:
         """Adds one free region of ``size`` bytes."""
-        self._add_region(size // _ALIGNMENT * _ALIGNMENT)
+        if size >= _ALIGNMENT:
+            self._add_region(size // _ALIGNMENT * _ALIGNMENT)
 
     def _find(self, rounded: int) -> _Chunk | None:
         for number in range(_bin(rounded), _BINS):
@@ -197,6 +199,61 @@ def _bin(size: int) -> int:
     return min(_BINS - 1, max(size >> 8, 1).bit_length() - 1)
 
 
+@dataclass(frozen=True)
+class Pool:
+    """An allocator's memory pool as a step finds it.
+
+    Attributes:
+      limit: bytes that it may hold, or None if that is no concern.
+      growth: whether it started small and doubled.
+      held: sizes of what was allocated before the step was planned, in order.
+      highest: most bytes that were ever in use.
+      later: sizes of what is held during the step beside that.
+    """
+
+    held: tuple[int, ...]
+    later: tuple[int, ...] = ()
+    limit: int | None = None
+    growth: bool = True
+    highest: int = 0
+
+    @property
+    def resident(self) -> int:
+        """Bytes held throughout the step."""
+        return sum(self.held) + sum(self.later)
+
+    def unclaimed(self) -> int:
+        """Bytes that the limit still allows for one more region."""
+        assert self.limit is not None
+        return max(0, self.limit - self._grown().reserved)
+
+    def arena(self) -> Arena:
+        """A model of the pool, with what is resident allocated.
+
+        Raises:
+          OutOfMemoryError: if not even that fits.
+        """
+        if self.limit is None:
+            arena = Arena(_ENDLESS, growth=False)
+            for size in self.held:
+                arena.allocate(size)
+        else:
+            arena = self._grown()
+            arena.claim(self.unclaimed())
+        for size in self.later:
+            arena.allocate(size)
+        return arena
+
+    def _grown(self) -> Arena:
+        arena = Arena(self.limit, self.growth)
+        for size in self.held:
+            arena.allocate(size)
+        missing = min(self.highest, self.limit or self.highest) - arena.reserved
+        if missing > 0:
+            arena.free(arena.allocate(missing))
+        return arena
+
+
 @dataclass(slots=True)
 class _Buffer:
     bytes: int
@@ -209,8 +266,7 @@ def simulate(
     program: Program,
     events: Sequence[Event],
     workspace: Mapping[int, int],
-    arena: Arena,
-    resident: int = 0,
+    pool: Pool,
 ) -> Usage:
     """Runs events one after the other, on paper.
 
@@ -218,15 +274,17 @@ def simulate(
       program: the operations.
       events: their runs, in order; every input comes from an earlier event.
       workspace: bytes that an operation holds only while it runs.
-      arena: the allocator, in the state that the step finds it in.
-      resident: bytes requested before the step and held throughout; they are
-        already in the arena.
+      pool: the allocator's memory, in the state that the step finds it in.
+
+    Raises:
+      OutOfMemoryError: if a request does not fit in the pool's limit.
     """
+    arena = pool.arena()
     ops = program.ops
     pending = _references(program, events)
     buffers: list[list[_Buffer]] = []
     timeline, requested = [], []
-    held = resident
+    held = pool.resident
 
     def release(buffer: _Buffer, count: int) -> int:
         buffer.references -= count

@@ -16,20 +16,20 @@ from typing import Any
 from .allocator import Device
 from .executor import execution_order
 from .extract import Extraction, expand, extract
-from .memory import Arena, Event, OutOfMemoryError, Usage, simulate
+from .memory import Event, OutOfMemoryError, Pool, Usage, simulate
 from .price import Prices, Profile, price
 from .program import Kind, Program, build
 from .solvers import InfeasibleBudgetError, Plan, PlanError, Result, Status, solve
 from .solvers import simulate as simulate_schedule
 from .solvers.schedule import ScheduleError
+from .solvers.solving import default_time_limit
 from .trace import Trace, trace
 
-MARGIN = 0.01
+MARGIN = 0.015
 """Share of the budget left free for what the prediction does not see: small
 host-side tensors and scratch memory that changes from run to run."""
 
-_ENDLESS = 1 << 50  # bytes
-_TIGHT = 1.02  # a limit up to this share of the budget leaves the pool no room
+_TIGHT = 1.02   # a limit up to this share of the budget leaves the pool no room
 _ROUNDS = 6  # solves, at most, until the prediction fits
 
 
@@ -43,7 +43,7 @@ class Prepared:
       prices: what they cost.
       extraction: the solver's graph.
       plain: what the plain step is predicted to take.
-      resident: sizes of what is held throughout, in bytes.
+      pool: the memory that it finds.
     """
 
     trace: Trace
@@ -51,7 +51,7 @@ class Prepared:
     prices: Prices
     extraction: Extraction
     plain: Usage
-    resident: tuple[int, ...]
+    pool: Pool
 
     @property
     def fingerprint(self) -> str:
@@ -88,41 +88,58 @@ def read(function: Callable[..., Any], input_signature: Sequence[Any]) -> tuple[
     return traced, build(traced)
 
 
-def plain_usage(
-    program: Program, workspace: Mapping[int, int], resident: Sequence[int]
-) -> Usage:
-    """What the plain step is predicted to take.
+def plain_usage(program: Program, workspace: Mapping[int, int], pool: Pool) -> Usage:
+    """What the plain step is predicted to take, whatever the pool's limit.
 
     The executor leaves the plain step's order to chance.  Of two orders that
     are close to what it does, the one with the lower peak is taken, so that a
     budget that is a share of it is not larger than it seems.
     """
+    endless = replace(pool, limit=None)
     return min(
         (
-            simulate(program, events, workspace, _arena(resident), sum(resident))
+            simulate(program, events, workspace, endless)
             for events in (plain_events(program), creation_events(program))
         ),
         key=lambda usage: usage.peak,
     )
 
 
+def pool_of(program: Program, other_bytes: int = 0, highest: int = 0) -> Pool:
+    """The memory pool that a step finds: variables, arguments, constants.
+
+    Args:
+      program: the step.
+      other_bytes: bytes in use that are neither variables nor arguments.
+      highest: most bytes that the allocator ever held.
+    """
+    variables = [size for size in program.variable_bytes.values() if size]
+    return Pool(
+        held=(*variables, *([other_bytes] if other_bytes > 0 else [])),
+        later=(
+            *(sum(program.ops[index].bytes) for index in program.inputs),
+            *(sum(op.bytes) for op in program.ops if op.kind is Kind.CONSTANT),
+        ),
+        highest=highest,
+    )
+
+
 def prepare(
     traced: Trace,
     program: Program,
+    pool: Pool,
     *,
     name: str = "step",
     profile: Profile = "auto",
-    other_bytes: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Prepared:
     """Prices and groups a traced step.
 
     Args:
       traced, program: from ``read``.
+      pool: the memory that it finds.
       name: for people.
       profile: where costs come from; see ``price``.
-      other_bytes: bytes in use that are neither the step's variables nor its
-        arguments.
       progress: called with a line for people now and then.
     """
     say = progress or (lambda line: None)
@@ -132,29 +149,19 @@ def prepare(
         profile,
         progress=lambda done, total, s: say(f"measuring operation {done + 1} of {total}: {s.op}"),
     )
-    resident = [*resident_sizes(program), *([other_bytes] if other_bytes > 0 else [])]
     # What is large must not depend on prices or on what else the process holds,
     # or a saved plan would not load.
-    unpriced = plain_usage(program, {}, resident_sizes(program))
+    unpriced = plain_usage(program, {}, pool_of(program))
     extraction = extract(
         program,
         prices.seconds,
         prices.workspace,
         plain_peak=unpriced.requested_peak,
-        resident=sum(resident),
+        resident=pool.resident,
         name=name,
     )
-    plain = plain_usage(program, prices.workspace, resident)
-    return Prepared(traced, program, prices, extraction, plain, tuple(resident))
-
-
-def resident_sizes(program: Program) -> list[int]:
-    """Bytes of what a step holds throughout: variables, arguments, constants."""
-    return [
-        *program.variable_bytes.values(),
-        *(sum(program.ops[index].bytes) for index in program.inputs),
-        *(sum(op.bytes) for op in program.ops if op.kind is Kind.CONSTANT),
-    ]
+    plain = plain_usage(program, prices.workspace, pool)
+    return Prepared(traced, program, prices, extraction, plain, pool)
 
 
 def plain_events(program: Program) -> tuple[Event, ...]:
@@ -204,6 +211,7 @@ def make_plan(
     graph = prepared.extraction.graph
     if ceiling is None:
         ceiling = int(budget * (1 - MARGIN))
+    limit = default_time_limit(graph) if time_limit is None else time_limit
     target = ceiling
     best: Planned | None = None
     for number in range(_ROUNDS):
@@ -211,7 +219,7 @@ def make_plan(
             graph,
             target,
             solver=solver,
-            time_limit=time_limit if number == 0 or time_limit is None else time_limit / 2,
+            time_limit=limit if number == 0 else limit / 3,
             seed=seed,
             start=start,
             progress=progress,
@@ -221,8 +229,6 @@ def make_plan(
         start = result.schedule
         plan = replace(result.to_plan(graph), budget=budget)
         best = _carry_out(prepared, plan, target, device)
-        import os
-        if os.environ.get('RD'): print('round',number,target,result.peak,result.overhead,best.plan.peak,best.usage.requested_peak,best.usage.footprint,ceiling,result.seconds)
         if best.needed <= ceiling or result.status is Status.INTERRUPTED:
             return best
         # How memory is chopped up moves a little with every schedule: aim lower.
@@ -261,22 +267,18 @@ def load_plan(prepared: Prepared, plan: Plan, *, device: Device) -> Planned:
 def _carry_out(prepared: Prepared, plan: Plan, target: int, device: Device) -> Planned:
     """Expands a plan's schedule and predicts what running it takes."""
     events = expand(prepared.extraction, plan.schedule)
-
-    def usage_in(pool: int) -> Usage:
-        arena = _arena(prepared.resident, pool)
-        return simulate(
-            prepared.program, events, prepared.prices.workspace, arena, sum(prepared.resident)
-        )
-
-    usage = usage_in(_ENDLESS)
+    program, workspace = prepared.program, prepared.prices.workspace
+    usage = simulate(program, events, workspace, replace(prepared.pool, limit=None))
     needed = usage.peak
-    if device.limit is not None and device.limit <= plan.budget * _TIGHT:
-        # The pool cannot outgrow the budget: every chunk must find a place in it.
+    if is_tight(device, plan.budget):
+        # The pool cannot outgrow the budget: every chunk must find a place in
+        # it, with ``MARGIN`` to spare.
+        tight = replace(prepared.pool, limit=int(plan.budget * (1 - MARGIN)), growth=device.growth)
         try:
-            usage = usage_in(plan.budget)
+            usage = simulate(program, events, workspace, tight)
             needed = usage.peak
         except OutOfMemoryError:
-            needed = max(usage.footprint, plan.budget)
+            needed = max(usage.footprint, int(plan.budget * (1 + MARGIN)))
     details = {
         "step": prepared.fingerprint,
         "requested_peak": usage.requested_peak,
@@ -288,13 +290,9 @@ def _carry_out(prepared: Prepared, plan: Plan, target: int, device: Device) -> P
     return Planned(replace(plan, peak=usage.peak, details=details), events, usage, target, needed)
 
 
-def _arena(resident: Sequence[int], pool: int = _ENDLESS) -> Arena:
-    """The allocator as the step finds it: what is resident, and one free block."""
-    arena = Arena(limit=pool, growth=False)
-    for size in resident:
-        if size:
-            arena.allocate(size)
-    return arena
+def is_tight(device: Device, budget: int) -> bool:
+    """Whether the device's pool cannot hold (noticeably) more than the budget."""
+    return device.limit is not None and device.limit <= budget * _TIGHT
 
 
 def _infeasible(

@@ -19,15 +19,17 @@ from tensorflow.python.framework import op_def_registry
 from . import allocator
 from .allocator import Device
 from .lower import lower
+from .memory import Pool
 from .planning import (
     MARGIN,
     Planned,
+    is_tight,
     load_plan,
     make_plan,
     plain_usage,
+    pool_of,
     prepare,
     read,
-    resident_sizes,
 )
 from .price import Profile
 from .program import Kind, Program
@@ -93,23 +95,18 @@ class CompiledStep:
             with self._timed("trace"):
                 say.line("tracing the step")
                 traced, program = read(function, input_signature)
-            other = 0
+            pool = pool_of(program)
             if self.device.counted:
-                held = sum(program.variable_bytes.values())
-                other = max(0, allocator.bytes_in_use(self.device) - held)
-                # Before anything else chops up the memory pool.  A block larger
-                # than the budget is only addresses, until it is used.
-                plain = plain_usage(program, {}, [*resident_sizes(program), other])
-                wanted, _ = self._resolve_budget(plain.peak)
-                allocator.claim(self.device, wanted)
+                pool = pool_of(
+                    program,
+                    allocator.bytes_in_use(self.device) - sum(pool.held),
+                    allocator.peak_bytes(self.device),
+                )
+                wanted, _ = self._resolve_budget(plain_usage(program, {}, pool).peak)
+                self._claim(pool, wanted)
             with self._timed("price"):
                 self.prepared = prepare(
-                    traced,
-                    program,
-                    name=name,
-                    profile=options.profile,
-                    other_bytes=other,
-                    progress=say.line,
+                    traced, program, pool, name=name, profile=options.profile, progress=say.line
                 )
             self.budget, self.budget_source = self._resolve_budget(self.prepared.plain.peak)
             with self._timed("solve"):
@@ -211,21 +208,42 @@ class CompiledStep:
             self._run = lower(self.prepared.program, self.planned.events)
 
     def _trial(self) -> int | None:
-        """Peak bytes of one run on zeros, or None if memory ran out."""
+        """Peak bytes of one run on zeros, or None if memory ran out.
+
+        Under a hard limit some of it is withheld, so that what passes here
+        passes in training too, where the pool is chopped up a little otherwise.
+        """
         program = self.prepared.program
+        withheld = int(self.budget * MARGIN) if is_tight(self.device, self.budget) else 0
         with _variables_put_back(program):
             inputs = [
                 tf.zeros(program.ops[index].shapes[0], program.ops[index].dtypes[0])
                 for index in program.inputs
             ]
-            allocator.reset_peak(self.device)
             try:
+                spare = tf.raw_ops.Empty(shape=[withheld], dtype=tf.uint8, init=False)
+                allocator.reset_peak(self.device)
                 results = self._run(*inputs)
             except tf.errors.ResourceExhaustedError:
                 return None
             peak = allocator.peak_bytes(self.device)
-            del results, inputs
-        return peak
+            del results, inputs, spare
+        return peak - withheld
+
+    def _claim(self, pool: Pool, budget: int) -> None:
+        """Claims what the pool may still grow by as one block.
+
+        A pool that grows by doubling ends up in many regions, and a tensor
+        cannot straddle two: under a hard limit, much of it is lost.
+        """
+        limit = self.device.limit
+        if not self.device.growth:
+            return
+        if limit is not None and limit < 3 * budget:
+            allocator.claim(self.device, replace(pool, limit=limit).unclaimed())
+        elif self.device.name.startswith("CPU"):
+            # Addresses, not memory: enough for the end of the block not to matter.
+            allocator.claim(self.device, 2 * budget)
 
     def _resolve_budget(self, plain_peak: int) -> tuple[int, str]:
         """The budget in bytes, and where the figure comes from."""
