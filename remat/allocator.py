@@ -40,9 +40,7 @@ def device_at_hand() -> Device:
         return Device("GPU:0", True, _gpu_limit(), _gpu_grows())
     pooled = os.environ.get("TF_CPU_ALLOCATOR_USE_BFC", "").lower() in ("1", "true")
     limit = os.environ.get("TF_CPU_BFC_MEM_LIMIT_IN_MB", "")
-    return Device(
-        "CPU:0", pooled, int(limit) * 2**20 if pooled and limit.isdigit() else None, True
-    )
+    return Device("CPU:0", pooled, int(limit) * 2**20 if pooled and limit.isdigit() else None, True)
 
 
 def bytes_in_use(device: Device) -> int:

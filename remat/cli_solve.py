@@ -81,9 +81,12 @@ def register(commands: Any) -> None:
         help="the cost within the budget (default), or the peak within --max-overhead",
     )
     solve.add_argument("--warm-start", metavar="PLAN.json", help="a plan to improve on")
-    solve.add_argument("--log", choices=("text", "json"), default="text", help=(
-        "json: one line a second on standard output instead of text"
-    ))
+    solve.add_argument(
+        "--log",
+        choices=("text", "json"),
+        default="text",
+        help=("json: one line a second on standard output instead of text"),
+    )
     solve.add_argument("-o", "--output", metavar="PLAN.json", help="where to write the plan")
     solve.set_defaults(run=_solve)
 

@@ -206,9 +206,7 @@ class _Trainee:
         weights = self.model.trainable_weights
         if weights:
             values = [weight.value for weight in weights]
-            self.optimizer.apply_gradients(
-                zip(tape.gradient(scaled, values), weights, strict=True)
-            )
+            self.optimizer.apply_gradients(zip(tape.gradient(scaled, values), weights, strict=True))
         return predictions, loss
 
 

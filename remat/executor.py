@@ -12,9 +12,31 @@ from collections.abc import Sequence
 # Kernels that the executor runs at once, on the thread that made them ready
 # (OpKernel::IsExpensive returns false).
 INEXPENSIVE = frozenset(
-    """Const Identity IdentityN NoOp Reshape Squeeze ExpandDims Shape ShapeN Size Rank StopGradient
-    PreventGradient ReadVariableOp VarHandleOp Placeholder Switch Merge Enter Exit NextIteration
-    LoopCond Snapshot""".split()
+    [
+        "Const",
+        "Identity",
+        "IdentityN",
+        "NoOp",
+        "Reshape",
+        "Squeeze",
+        "ExpandDims",
+        "Shape",
+        "ShapeN",
+        "Size",
+        "Rank",
+        "StopGradient",
+        "PreventGradient",
+        "ReadVariableOp",
+        "VarHandleOp",
+        "Placeholder",
+        "Switch",
+        "Merge",
+        "Enter",
+        "Exit",
+        "NextIteration",
+        "LoopCond",
+        "Snapshot",
+    ]
 )
 
 

@@ -359,11 +359,7 @@ def _outward(
     inside = set(members)
     tensors = []
     for index in members:
-        outside = {
-            tensor
-            for reader, tensor in _readers(program, index)
-            if reader not in inside
-        }
+        outside = {tensor for reader, tensor in _readers(program, index) if reader not in inside}
         tensors += [
             (index, output)
             for output in range(len(program.ops[index].bytes))
@@ -481,9 +477,7 @@ def _name(program: Program, members: Sequence[int]) -> str:
     return program.ops[largest].name
 
 
-def _sorted(
-    count: int, before: Sequence[Iterable[int]], priority: Sequence[int]
-) -> list[int]:
+def _sorted(count: int, before: Sequence[Iterable[int]], priority: Sequence[int]) -> list[int]:
     """A topological order that follows ``priority`` where it is free to."""
     waiting = [len(set(sources)) for sources in before]
     after: list[list[int]] = [[] for _ in range(count)]

@@ -11,7 +11,6 @@ against assignments.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
@@ -84,9 +83,7 @@ def lower(program: Program, events: Sequence[Event]) -> Callable[..., list[tf.Te
     return call
 
 
-def build_graph(
-    program: Program, events: Sequence[Event]
-) -> tuple[graph_pb2.GraphDef, list[str]]:
+def build_graph(program: Program, events: Sequence[Event]) -> tuple[graph_pb2.GraphDef, list[str]]:
     """The graph of ``events``, and the name of each event's node."""
     graph_def = graph_pb2.GraphDef()
     graph_def.CopyFrom(program.library)

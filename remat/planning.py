@@ -29,7 +29,7 @@ MARGIN = 0.015
 """Share of the budget left free for what the prediction does not see: small
 host-side tensors and scratch memory that changes from run to run."""
 
-_TIGHT = 1.02   # a limit up to this share of the budget leaves the pool no room
+_TIGHT = 1.02  # a limit up to this share of the budget leaves the pool no room
 _ROUNDS = 6  # solves, at most, until the prediction fits
 
 

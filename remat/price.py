@@ -91,9 +91,7 @@ def _measured(
     provenance = device_provenance(default_device())
     path = cache_path(provenance["device"], provenance["driver"], provenance["tensorflow"])
     table = load_table(path) if path.exists() else Table()
-    measurement = measure_operations(
-        signatures, known=table, deadline=deadline, progress=progress
-    )
+    measurement = measure_operations(signatures, known=table, deadline=deadline, progress=progress)
     if measurement.rows:
         table = append_rows(path, measurement.rows)
     if measurement.interrupted:

@@ -202,8 +202,11 @@ class CompiledStep:
             )
             self.planned = self._solve(int(self.plan.peak / excess * 0.995), say)
             self._run = lower(self.prepared.program, self.planned.events)
-        if any(op.type.startswith(("Random", "TruncatedNormal", "Multinomial", "Parameterized"))
-               for op in self.prepared.program.ops if op.kind is Kind.ONCE):
+        if any(
+            op.type.startswith(("Random", "TruncatedNormal", "Multinomial", "Parameterized"))
+            for op in self.prepared.program.ops
+            if op.kind is Kind.ONCE
+        ):
             # A fresh lowering starts its generators where the plain step does.
             self._run = lower(self.prepared.program, self.planned.events)
 

@@ -23,7 +23,6 @@ from tensorflow.python.grappler import tf_optimizer
 
 from .executor import execution_order
 
-
 _HANDLE = "/remat_handle"  # suffix of the stand-in for an argument's variable
 _SHAPE = "_remat_shape"
 

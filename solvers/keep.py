@@ -73,6 +73,14 @@ def trainings(graph: Graph) -> Iterator[Training]:
         yield training(graph, order)
 
 
+def last_stages(graph: Graph) -> list[int]:
+    """For each node, the last node of the given order before whose first run it may still run."""
+    last = [len(graph) if node.recomputable else i for i, node in enumerate(graph.nodes)]
+    for reader, writer in graph.order:
+        last[reader] = min(last[reader], writer)
+    return last
+
+
 def segment_sizes(training: Training) -> Iterator[float]:
     """Sizes of segments to try, in bytes: from the whole forward part to its least node.
 

@@ -51,7 +51,7 @@ from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
-from .keep import Best, check_options
+from .keep import Best, check_options, last_stages
 from .method import Monitor, Outcome, Problem
 from .schedule import simulate
 
@@ -159,9 +159,7 @@ def _build(cp_model: ModuleType, problem: Problem, copies: int) -> _Model:
     # Variables.
     end = moment(count - 1, count - 1) + 1
     plain_stops = [moment(last, last) + 1 for last in simulate(graph, range(count)).last_use]
-    last_stage = [count - 1 if node.recomputable else index for index, node in enumerate(nodes)]
-    for reader, writer in graph.order:  # overwriting
-        last_stage[reader] = min(last_stage[reader], writer)
+    last_stage = [min(stage, count - 1) for stage in last_stages(graph)]
     intervals: list[list[_Interval]] = []
     for node in range(count):
         stop = new(program.new_int_var(0, end, ""), plain_stops[node])

@@ -29,6 +29,7 @@ from .schedule import Schedule, simulate
 METHODS = {
     "auto": "auto:auto",
     "anneal": "anneal:anneal",
+    "moments": "moments:moments",
     "gap_cover": "gap_cover:gap_cover",
     "checkmate": "checkmate:checkmate",
     "checkpoint_all": "checkpoint_all:checkpoint_all",

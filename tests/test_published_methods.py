@@ -19,6 +19,7 @@ from remat.solvers.feng_huang import cheapest_to_keep, divide, feng_huang
 from remat.solvers.graph import Graph, Node
 from remat.solvers.griewank import griewank
 from remat.solvers.keep import keep, training
+from remat.solvers.lp_rounding import lp_rounding
 from remat.solvers.method import Method, Monitor, Problem
 from remat.solvers.moccasin import moccasin
 from remat.solvers.openai_modes import openai
@@ -150,7 +151,7 @@ def test_heuristics_are_legal_and_within_budget_on_any_graph(graph: Graph, part:
 
 @FEW
 @given(graphs(most=9), st.sampled_from([1.0, 0.8, 0.6]))
-@pytest.mark.parametrize("method", [moccasin])
+@pytest.mark.parametrize("method", [lp_rounding, moccasin])
 def test_solver_based_methods_are_legal_and_within_budget(
     method: Method, graph: Graph, part: float
 ) -> None:
@@ -172,7 +173,7 @@ def test_least_peak_within_an_overhead(graph: Graph, allowed: float) -> None:
             assert result.cost <= (1 + allowed) * graph.cost
 
 
-@pytest.mark.parametrize("method", [*HEURISTICS, moccasin])
+@pytest.mark.parametrize("method", [*HEURISTICS, lp_rounding, moccasin])
 @pytest.mark.parametrize("budget", [3, 4, 5, 7])
 def test_no_method_beats_the_optimum(method: Method, budget: int) -> None:
     graph = unit_chain(6)
