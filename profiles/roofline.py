@@ -14,7 +14,9 @@ that what a device needs for them is learnt from its measured rows
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -47,24 +49,31 @@ NOTHING = Work("free", 0, 0)
 class Correction:
     """What a device's measured rows say about its roofline.
 
+    Above the launch overhead, measured = scale x roofline ^ exponent: caches
+    and threads make small operations relatively cheaper or dearer.
+
     Attributes:
-      factors: measured seconds over roofline seconds (both net of the launch
-        overhead), by op type and by class; the median, so that a few bad rows
-        do not matter.
+      curves: (natural logarithm of scale, exponent) by op type and operand
+        pattern, by op type, by class, and for all rows.
     """
 
-    factors: Mapping[str, float]
+    curves: Mapping[str, tuple[float, float]]
 
-    def factor(self, op: str, kind: str) -> float:
-        """Of the op type if it was measured often enough, else of its class, else of all."""
-        for key in (f"op {op}", f"class {kind}", "all"):
-            if key in self.factors:
-                return self.factors[key]
-        return 1.0
+    def apply(self, signature: OpSignature, done: Work, net: float) -> float:
+        """Seconds above the launch overhead, from the roofline's ``net`` seconds."""
+        if net <= 0:
+            return 0.0
+        for key in _keys(signature, done):
+            if key in self.curves:
+                intercept, exponent = self.curves[key]
+                return math.exp(intercept + exponent * math.log(net))
+        return net
 
 
 NO_CORRECTION = Correction({})
-_LEAST_ROWS = 3  # rows behind a factor
+_LEAST_ROWS = 3  # rows behind a scale ...
+_LEAST_ROWS_OF_EXPONENT = 8  # ... and behind an exponent other than 1
+_MOST_ROWS = 60  # that an exponent is fitted to
 
 
 def seconds(
@@ -72,25 +81,53 @@ def seconds(
 ) -> float:
     """Predicted seconds of one run."""
     done = work(signature)
-    return device.launch_seconds + _net_seconds(signature, done, device) * correction.factor(
-        signature.op, done.kind
-    )
+    net = _net_seconds(signature, done, device)
+    return device.launch_seconds + correction.apply(signature, done, net)
 
 
 def fit_correction(rows: Iterable[Row], device: DeviceSpec) -> Correction:
-    """Learns the correction of a device from rows measured on it."""
-    ratios: dict[str, list[float]] = {}
+    """Learns the correction of a device from rows measured on it.
+
+    Exponents are medians of the slopes between pairs of rows, and scales
+    medians of what remains (Theil 1950, Sen 1968): a few bad rows do not matter.
+    """
+    points: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         done = work(row.signature)
-        predicted = _net_seconds(row.signature, done, device)
+        net = _net_seconds(row.signature, done, device)
         measured = row.seconds - device.launch_seconds
-        if predicted <= 0 or measured <= 0:
+        if net <= 0 or measured <= 0:
             continue  # says nothing beyond the launch overhead
-        for key in (f"op {row.signature.op}", f"class {done.kind}", "all"):
-            ratios.setdefault(key, []).append(measured / predicted)
+        for key in _keys(row.signature, done):
+            points.setdefault(key, []).append((math.log(net), math.log(measured)))
     return Correction(
-        {key: _median(values) for key, values in ratios.items() if len(values) >= _LEAST_ROWS}
+        {key: _curve(sorted(found)) for key, found in points.items() if len(found) >= _LEAST_ROWS}
     )
+
+
+def _keys(signature: OpSignature, done: Work) -> tuple[str, ...]:
+    """From the most to the least specific."""
+    result = signature.outputs[0].shape if signature.outputs else ()
+    pattern = "".join(
+        "=" if tensor.shape == result else "1" if tensor.elements == 1 else "b"
+        for tensor in signature.inputs
+        if tensor.value is None
+    )
+    return f"op {signature.op} {pattern}", f"op {signature.op}", f"class {done.kind}", "all"
+
+
+def _curve(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    exponent = 1.0
+    if len(points) >= _LEAST_ROWS_OF_EXPONENT:
+        some = points[:: -(-len(points) // _MOST_ROWS)]
+        slopes = [
+            (y2 - y1) / (x2 - x1)
+            for (x1, y1), (x2, y2) in itertools.combinations(some, 2)
+            if x2 - x1 > 0.3  # apart by more than a third, so that noise does not rule
+        ]
+        if slopes:
+            exponent = min(max(statistics.median(slopes), 0.5), 1.5)
+    return statistics.median(y - exponent * x for x, y in points), exponent
 
 
 def work(signature: OpSignature) -> Work:
@@ -111,14 +148,6 @@ def compute_dtype(signature: OpSignature) -> str:
         if "float" in tensor.dtype:
             return tensor.dtype
     return "float32"
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    if len(ordered) % 2:
-        return ordered[middle]
-    return math.sqrt(ordered[middle - 1] * ordered[middle])
 
 
 # --- Moving data ---------------------------------------------------------------------------

@@ -461,8 +461,22 @@ class TestPricer:
         sizes = [matmul(size, 64, 96) for size in range(256, 2816, 256)]
         rows = [self.measured(each) for each in sizes]
         rows[3] = dataclasses.replace(rows[3], seconds=10.0)
-        factor = roofline.fit_correction(rows, self.spec).factor("MatMul", "matrix product")
-        assert factor == pytest.approx(3.0, rel=0.01)
+        correction = roofline.fit_correction(rows, self.spec)
+        predicted = roofline.seconds(matmul(700, 64, 96), self.spec, correction)
+        assert predicted == pytest.approx(self.measured(matmul(700, 64, 96)).seconds, rel=0.05)
+
+    def test_the_correction_follows_caches(self):
+        """Small operations in a cache, large ones beyond it: the speed changes with size."""
+        sizes = [relu(2**power) for power in range(16, 28)]
+        net = [roofline.seconds(each, self.spec) - self.spec.launch_seconds for each in sizes]
+        rows = [
+            row(each, self.spec.launch_seconds + 1e-3 * (seconds / 1e-3) ** 1.2)
+            for each, seconds in zip(sizes, net, strict=True)
+        ]
+        correction = roofline.fit_correction(rows[::2] + rows[1::2], self.spec)
+        for measured in rows:
+            predicted = roofline.seconds(measured.signature, self.spec, correction)
+            assert predicted == pytest.approx(measured.seconds, rel=0.05)
 
     def test_cross_validation_finds_a_consistent_device_predictable(self):
         rows = [self.measured(matmul(size, 64, 96)) for size in range(256, 4096, 256)]
