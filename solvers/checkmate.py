@@ -31,9 +31,8 @@ A node that runs once has R[t, i] = 0 for t > i, and so has a reader after its
 writer: R[t, reader] = 0 for t > writer.
 
 Stronger than the paper's: (4) row by row instead of one big-M row.  Fixed by
-dominance: a node runs again only if something else reads it in the same stage
-(else its run could wait), so R[t, i] = 0 unless i is an ancestor of t; a value
-that no run from stage t on could read is not held then.
+dominance: nothing runs again, and no value is held, after the last stage in
+which a run could read it.
 
 O(n (n + edges)) variables and rows: exact, and out of reach of open solvers
 past about 60 nodes.
@@ -117,11 +116,7 @@ def formulate(graph: Graph, budget: int, cost_below: float | None = None) -> Che
         for index in graph.outputs:
             readers[index].append(count)
     stages = len(sources)
-    may_run = _may_run(graph, sources)
-    last_read = [
-        max((int(np.flatnonzero(may_run[:, j]).max()) for j in group), default=-1)
-        for group in readers
-    ]
+    may_run, last_read = _windows(graph, readers, stages)
     builder = Builder()
     runs = np.full((stages, stages), -1)
     held = np.full((stages, stages), -1)
@@ -191,17 +186,20 @@ def decode(program: Checkmate, values: np.ndarray) -> Schedule:
     )
 
 
-def _may_run(graph: Graph, sources: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """(stages, stages): which nodes may run in which stage, by dominance."""
-    may_run = np.eye(len(sources), dtype=bool)
-    for t, group in enumerate(sources):
-        for i in group:
-            may_run[t] |= may_run[i]
-            may_run[t, i] = True
-    # So far: the ancestors.
-    for i, node in enumerate(graph.nodes):
-        if not node.recomputable:
-            may_run[i + 1 :, i] = False
-    for reader, writer in graph.order:
-        may_run[writer + 1 :, reader] = False
-    return may_run
+def _windows(
+    graph: Graph, readers: Sequence[Sequence[int]], stages: int
+) -> tuple[np.ndarray, list[int]]:
+    """(stages, stages): which nodes may run in which stage to some use; and for each
+    node the last stage in which something may read it (-1: none)."""
+    may_run = np.eye(stages, dtype=bool)
+    last_run = list(range(stages))
+    last_read = [-1] * stages
+    writer = [stages] * stages
+    for reader, after in graph.order:
+        writer[reader] = min(writer[reader], after)
+    for i in range(len(graph) - 1, -1, -1):
+        last_read[i] = max((last_run[j] for j in readers[i]), default=-1)
+        if graph.nodes[i].recomputable:
+            last_run[i] = max(i, min(last_read[i], writer[i]))
+            may_run[i : last_run[i] + 1, i] = True
+    return may_run, last_read

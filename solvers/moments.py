@@ -1,0 +1,278 @@
+"""The best schedule at a few moments: an exact program where few are enough.
+
+A moment is the first run of some node.  Choose moments m1, m2, ..., mK whose
+nodes follow each other in every order (each is an ancestor of the next): they
+cut every schedule into stages 0..K, stage k from moment k on (the run of mk
+included) up to moment k + 1, the last one to the end.  The program asks what
+is held at each moment and what runs in each stage, and forgets the memory in
+between.  So it holds for every order, and its optimum is a lower bound; and
+where the schedule that it describes fits the budget in between as well, that
+schedule is optimal.  Where it does not, the worst moment is added, and the
+program is solved again.  Training graphs need two to ten moments.
+
+Variables (binary):
+  R[i, k]   node i runs in stage k;
+  H[i, k]   value i is held at moment k (k = K + 1 is the end).
+
+Minimise the cost of all R, subject to
+  (1) sum of R[i, k] over the stages that some order has for the first run of
+      i >= 1, and = 1 for a node that runs once;
+  (2) R[j, k] <= R[i, k] + H[i, k]       each run finds its inputs, for i -> j;
+  (3) H[i, k + 1] <= R[i, k] + H[i, k]   only what is there can be held;
+  (4) H[i, k] = 1 for the inputs of mk, and for the outputs at the end;
+  (5) resident + sum of bytes(i) H[i, k] + bytes(mk) O[k] + workspace(mk)
+      <= budget, for each moment;
+  (6) O[k] = 1, unless mk takes over the buffer of its input u: then
+      O[k] >= H[u, k + 1] - R[u, k], and O[k] >= R[j, k] - R[u, k] for each
+      other consumer j of u: the buffer is free only if nothing reads it later.
+No reader runs in a stage after the one that its writer surely runs in, and
+nothing is run or held after the last stage in which a run could read it.
+
+O(K (nodes + edges)) variables and rows.
+
+Options:
+  backend: "highs" (default: it proves these programs several times as fast as
+    CBC does) or "cbc".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .floor import Precedence, precedence
+from .graph import Graph
+from .method import Monitor, Outcome, Problem
+from .mip import Builder, Formulation, solve_mip
+from .schedule import Schedule, simulate
+
+_GAPS = (1e-3, 1e-4, 0.0)  # relative gaps to solve to: coarse until the schedule fits
+_MOST = 40  # moments
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The program of a graph, a budget and a chain of moments.
+
+    Attributes:
+      formulation: costs are percent of running every node once.
+      runs: (n, K + 1), the column of R[i, k], or -1 where it is fixed at 0.
+      held: (n, K + 2), the column of H[i, k], or -1 where it is fixed at 0.
+    """
+
+    formulation: Formulation
+    runs: np.ndarray
+    held: np.ndarray
+
+
+def moments(problem: Problem, monitor: Monitor) -> Outcome:
+    """Refines from the given order; see the module."""
+    refine(problem, monitor, tuple(range(len(problem.graph))))
+    return Outcome(None)
+
+
+def refine(problem: Problem, monitor: Monitor, start: Schedule) -> None:
+    """Proves bounds and proposes schedules until one meets the other.
+
+    Args:
+      problem: what is to be solved.
+      monitor: told of every bound and every schedule; the schedules may be
+        above the budget.
+      start: a schedule whose worst moments are the first to be looked at.
+    """
+    graph, budget = problem.graph, problem.budget
+    order = precedence(graph)
+    moments: list[int] = []
+    level, bound = 0, 100.0
+    while not monitor.should_stop() and len(moments) < _MOST:
+        worst = _worst_moment(graph, order, start, budget, moments)
+        if worst is not None:
+            moments = sorted([*moments, worst])
+        elif level + 1 < len(_GAPS):
+            level += 1  # it fits: only the proof is left
+        else:
+            return
+        program = formulate(graph, order, budget, moments, bound)
+        solution = solve_mip(
+            program.formulation,
+            time_limit=monitor.remaining(),
+            backend=problem.options.get("backend", "highs"),
+            relative_gap=_GAPS[level],
+            should_stop=monitor.should_stop,
+        )
+        bound = max(bound, solution.bound)
+        monitor.bounded(graph.cost * bound / 100)
+        if solution.values is None:
+            return
+        start = decode(graph, program, solution.values)
+        monitor.found(start)
+
+
+def formulate(
+    graph: Graph, order: Precedence, budget: int, moments: Sequence[int], bound: float = 0.0
+) -> Stages:
+    """Builds the program.
+
+    Args:
+      graph: the graph.
+      order: its precedence.
+      budget: bytes that the peak may reach.
+      moments: nodes, each an ancestor of the next.
+      bound: percent that are known to be a lower bound.
+    """
+    count, end = len(graph), len(moments)
+    first, last = _first_stages(order, moments, count)
+    final = _final_stages(graph, first, last, end)
+    outputs = set(graph.outputs)
+    scale = 100 / graph.cost if graph.cost > 0 else 0.0
+    builder = Builder()
+    runs = np.full((count, end + 1), -1)
+    held = np.full((count, end + 2), -1)
+    for i, node in enumerate(graph.nodes):
+        certain = first[i] == last[i]
+        for k in range(first[i], final[i] + 1):
+            runs[i, k] = builder.variable(
+                node.cost * scale, lower=float(certain and k == first[i])
+            )
+        if not certain:  # (1)
+            window = [(1.0, runs[i, k]) for k in range(first[i], last[i] + 1)]
+            builder.constraint(window, 1.0, np.inf if node.recomputable else 1.0)
+        read = max((final[j] for j in graph.successors[i]), default=-1)
+        for k in range(first[i] + 1, read + 1):
+            held[i, k] = builder.variable()
+        if i in outputs:
+            for k in range(max(first[i], read) + 1, end + 2):
+                held[i, k] = builder.variable(lower=float(k == end + 1))  # (4)
+
+    def at_most_present(column: int, i: int, k: int) -> None:
+        if not (first[i] == last[i] == k):
+            there = [(1.0, c) for c in (runs[i, k], held[i, k]) if c >= 0]
+            builder.constraint([(-1.0, column), *there], lower=0.0)
+
+    for j in range(count):
+        for k in range(first[j], final[j] + 1):
+            for i in graph.predecessors[j]:
+                at_most_present(runs[j, k], i, k)  # (2)
+    for i in range(count):
+        for k in range(end + 2):
+            if held[i, k] >= 0:
+                at_most_present(held[i, k], i, k - 1)  # (3)
+    for k, moment in enumerate(moments, 1):
+        node, inputs = graph.nodes[moment], graph.predecessors[moment]
+        for i in inputs:
+            builder.constraint([(1.0, held[i, k])], lower=1.0)  # (4)
+        certain = graph.resident + node.workspace + sum(graph.nodes[i].bytes for i in inputs)
+        terms = [
+            (graph.nodes[i].bytes, held[i, k])
+            for i in np.flatnonzero(held[:, k] >= 0).tolist()
+            if i not in inputs
+        ]
+        if node.forward is None:
+            certain += node.bytes
+        else:
+            extra = builder.variable(integer=False)
+            terms.append((node.bytes, extra))
+            source = node.forward
+            later = [runs[j, k] for j in graph.successors[source] if j != moment]
+            for column in (held[source, k + 1], *later):  # (6)
+                if column >= 0:
+                    again = [(1.0, runs[source, k])] if runs[source, k] >= 0 else []
+                    builder.constraint([(1.0, extra), (-1.0, column), *again], lower=0.0)
+        room = budget - certain
+        size = max(1, room)
+        builder.constraint([(b / size, c) for b, c in terms if b], upper=room / size)  # (5)
+    if bound > 0:
+        costs = [
+            (graph.nodes[i].cost * scale, column)
+            for i, row in enumerate(runs.tolist())
+            for column in row
+            if column >= 0
+        ]
+        builder.constraint(costs, lower=bound - 1e-6)
+    return Stages(builder.build(), runs, held)
+
+
+def decode(graph: Graph, program: Stages, values: np.ndarray) -> Schedule:
+    """The schedule that the values describe: in each stage first runs in the given
+    order, and other runs as late as they can be."""
+    ran = (program.runs >= 0) & (values[program.runs] > 0.5)
+    kept = (program.held >= 0) & (values[program.held] > 0.5)
+    stage = ran.argmax(axis=1)
+    schedule: list[int] = []
+    present: set[int] = set()
+
+    def run(index: int) -> None:
+        """Runs a node, after the inputs that are not there (depth first)."""
+        stack = [(index, False)]
+        while stack:
+            node, ready = stack.pop()
+            if ready:
+                schedule.append(node)
+                present.add(node)
+            elif node not in present:
+                stack.append((node, True))
+                stack += [(i, False) for i in graph.predecessors[node] if i not in present]
+
+    for k in range(ran.shape[1]):
+        present = set(np.flatnonzero(kept[:, k]).tolist())
+        for index in np.flatnonzero(stage == k).tolist():
+            run(index)
+        for index in np.flatnonzero(kept[:, k + 1]).tolist():
+            run(index)
+    return tuple(schedule)
+
+
+def _first_stages(
+    order: Precedence, moments: Sequence[int], count: int
+) -> tuple[list[int], list[int]]:
+    """For each node, the first and last stage that an order may have for its first run."""
+    first, last = [0] * count, [len(moments)] * count
+    for k, moment in enumerate(moments, 1):
+        for i in range(count):
+            if i == moment or order.descendants[moment] >> i & 1:
+                first[i] = k
+            if order.ancestors[moment] >> i & 1:
+                last[i] = min(last[i], k - 1)
+    for k, moment in enumerate(moments, 1):
+        last[moment] = k
+    return first, last
+
+
+def _final_stages(graph: Graph, first: list[int], last: list[int], end: int) -> list[int]:
+    """For each node, the last stage in which it may run to some use."""
+    writers: dict[int, int] = {}
+    for reader, writer in graph.order:
+        writers[reader] = min(writers.get(reader, end), last[writer])
+    final = list(last)
+    outputs = set(graph.outputs)
+    for i in range(len(graph) - 1, -1, -1):
+        if graph.nodes[i].recomputable:
+            reads = [final[j] for j in graph.successors[i]]
+            latest = max(last[i], end if i in outputs else 0, *reads)
+            final[i] = min(latest, max(last[i], writers.get(i, end)))
+    return final
+
+
+def _worst_moment(
+    graph: Graph, order: Precedence, schedule: Schedule, budget: int, moments: Sequence[int]
+) -> int | None:
+    """Of the nodes that may become a moment, the one where memory is highest.
+
+    What is held during runs other than first ones counts for the first run
+    that comes next.  None if nothing is above the budget.
+    """
+    comparable = (1 << len(graph)) - 1
+    for moment in moments:
+        comparable &= order.ancestors[moment] | order.descendants[moment]
+    seen = [False] * len(graph)
+    worst, most, held = None, budget, 0
+    for index, memory in zip(schedule, simulate(graph, schedule).memory, strict=True):
+        held = max(held, memory)
+        if not seen[index]:
+            seen[index] = True
+            if held > most and comparable >> index & 1:
+                worst, most = index, held
+            held = 0
+    return worst
