@@ -17,7 +17,7 @@ from .schedule import Schedule
 
 
 def checkpoint_all(problem: Problem, monitor: Monitor) -> Outcome:
-    """The given order or ``memory_order``, whichever has the lower peak.  No options."""
+    """The given order, or ``memory_order`` if that fits where this does not.  No options."""
     check_options(problem)
 
     def schedules() -> Iterator[Schedule]:

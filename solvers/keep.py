@@ -180,12 +180,14 @@ class Best:
         ``max_overhead``, or None.
       least_peak: of those within ``max_overhead``, in bytes.
       offered: how many schedules there were.
+      done: whether none can be cheaper, as nothing is computed again.
     """
 
     def __init__(self, problem: Problem, monitor: Monitor) -> None:
         self.schedule: Schedule | None = None
         self.least_peak = math.inf
         self.offered = 0
+        self.done = False
         self._problem, self._monitor = problem, monitor
         self._key = (math.inf, math.inf)
 
@@ -202,6 +204,7 @@ class Best:
             key = (result.peak, result.cost)
         if result.peak <= problem.budget and key < self._key:
             self.schedule, self._key = schedule, key
+            self.done = problem.minimize == "cost" and len(schedule) == len(problem.graph)
             self._monitor.found(schedule)
 
     def outcome(self) -> Outcome:
@@ -222,15 +225,15 @@ class Best:
 def best_schedule(
     problem: Problem, monitor: Monitor, schedules: Iterable[Schedule | None]
 ) -> Outcome:
-    """The best of some schedules, judged one by one until the monitor says stop.
+    """The best of some schedules; None is passed over.
 
-    None among the schedules is passed over.
+    Judges them one by one until nothing better can come or the monitor says stop.
     """
     best = Best(problem, monitor)
     for schedule in schedules:
         if schedule is not None:
             best.offer(schedule)
-        if monitor.should_stop():
+        if best.done or monitor.should_stop():
             break
     return best.outcome()
 
