@@ -296,11 +296,10 @@ class CompiledStep:
 
 def _reversible(program: Program) -> bool:
     """Whether a run can be undone by putting the variables back."""
-    known = set(program.variables)
-    for op in program.ops:
-        if op.kind is Kind.ARGUMENT and op.dtypes[0] in (tf.resource, tf.variant):
-            if not any(op is program.ops[index] for index in known):
-                return False  # a table, an iterator, ...
+    variables = program.variables
+    for index, external in program.captures:
+        if external.dtype in (tf.resource, tf.variant) and index not in variables:
+            return False  # a table, an iterator, ...
     types = {op.type for op in program.ops if op.kind is Kind.ONCE}
     for function in program.library.library.function:
         types.update(node.op for node in function.node_def)
