@@ -1,11 +1,11 @@
-"""The default: a bound, good starts, annealing, and a stop as soon as it is proven.
+"""The default: proofs and annealing side by side, until one meets the other.
 
-One worker proves the gap-cover bound (``gap_cover``) and tries the schedule
-that it suggests, while the others anneal from the given order.  Then all
-anneal: some from that schedule, some from the best so far, in rounds that grow
-longer.  ``solve`` stops the method once the best schedule meets the bound.
-
-Options: none.
+One worker proves: first the gap-cover bound (``gap_cover``), then the program
+over moments (``moments``), refined until the time is over; both suggest
+schedules on the way.  The other workers anneal: the suggestions as they come,
+to make them fit, and in between from the given order and from the best so far.
+``solve`` stops the method once the best schedule meets the bound.  A single
+worker does one after the other.
 """
 
 from __future__ import annotations
@@ -13,20 +13,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
 from .anneal import anneal_once
-from .gap_cover import REPAIR, lower_bound
+from .gap_cover import lower_bound
+from .keep import check_options
 from .method import Monitor, Outcome, Problem
+from .moments import refine
 from .schedule import Schedule, simulate
 
-_REHEAT = 0.1  # first temperature of a round that starts from the best so far
+# First temperatures: from the given order, the best so far, a suggestion.
+_COLD_START, _REHEAT, _REPAIR = 1.0, 0.1, 0.02
+_ROUND = 0.2  # share of the time limit that one annealing takes
+_ALONE = 0.4  # share of the time that a single worker spends on proofs
 
 
 def auto(problem: Problem, monitor: Monitor) -> Outcome:
-    """Bound, starts and annealing; see the module."""
-    if problem.options:
-        raise ValueError(f"auto has no option {', '.join(problem.options)}")
+    """Proofs and annealing; see the module."""
+    check_options(problem)
     board = _Board(problem, monitor)
+    if problem.start is not None:
+        board.offer(problem.start)
     with ThreadPoolExecutor(problem.workers, "remat-auto") as pool:
         jobs = [pool.submit(_work, board, worker) for worker in range(problem.workers)]
         for job in jobs:
@@ -35,47 +42,65 @@ def auto(problem: Problem, monitor: Monitor) -> Outcome:
 
 
 def _work(board: _Board, worker: int) -> None:
-    problem, monitor = board.problem, board.monitor
-    given = tuple(range(len(problem.graph)))
-    if worker == 0 and problem.minimize == "cost":
-        bound, start = lower_bound(problem, monitor)
-        monitor.bounded(bound)
-        if start is not None:
-            board.found(start)
-            board.anneal(start, worker, REPAIR, 0.3)
-    elif worker == 1 or problem.workers == 1:
-        board.anneal(given, worker, 1.0, 0.4)
-    round = 0
-    while not monitor.should_stop():
-        round += 1
-        cold = round % 2 == worker % 2
-        seed = worker + round * problem.workers
-        if cold or board.best is None:
-            board.anneal(given, seed, 1.0, 0.5)
+    if worker == 0 and board.problem.minimize == "cost":
+        _prove(board)
+    given = tuple(range(len(board.problem.graph)))
+    for turn in count():
+        if board.monitor.should_stop():
+            return
+        seed = worker + turn * board.problem.workers
+        suggestion = board.take()
+        if suggestion is not None:
+            board.anneal(suggestion, seed, _REPAIR)
+        elif board.best is None or turn % 2 == 0:
+            board.anneal(given, seed, _COLD_START)
         else:
-            board.anneal(board.best, seed, _REHEAT, 0.5)
+            board.anneal(board.best, seed, _REHEAT)
+
+
+def _prove(board: _Board) -> None:
+    problem, monitor = board.problem, board.monitor
+    share = _ALONE if problem.workers == 1 else 1.0
+    until = monitor.elapsed() + share * monitor.remaining()
+    bound, start = lower_bound(problem, monitor)
+    monitor.bounded(bound)
+    if start is not None:
+        board.offer(start)
+    else:
+        start = tuple(range(len(problem.graph)))
+    refine(problem, monitor, start, board.offer, until - monitor.elapsed())
 
 
 class _Board:
-    """Where workers share the best schedule."""
+    """Where the workers leave schedules for each other."""
 
     def __init__(self, problem: Problem, monitor: Monitor) -> None:
         self.problem = problem
         self.monitor = monitor
         self.best: Schedule | None = None
         self._cost = float("inf")
+        self._suggestion: Schedule | None = None
+        self._round = max(0.3, _ROUND * monitor.remaining())
         self._lock = threading.Lock()
 
-    def found(self, schedule: Schedule) -> None:
+    def offer(self, schedule: Schedule) -> None:
+        """Leaves a schedule, which may be above the budget."""
         self.monitor.found(schedule)
         truth = simulate(self.problem.graph, schedule)
-        if truth.peak <= self.problem.budget:
-            with self._lock:
-                if truth.cost < self._cost:
-                    self.best, self._cost = schedule, truth.cost
+        with self._lock:
+            if truth.peak > self.problem.budget:
+                self._suggestion = schedule
+            elif truth.cost < self._cost:
+                self.best, self._cost = schedule, truth.cost
 
-    def anneal(self, start: Sequence[int], seed: int, hot: float, share: float) -> None:
-        seconds = max(0.3, share * self.monitor.remaining())
-        found = anneal_once(self.problem, self.monitor, start, seed, hot, seconds)
+    def take(self) -> Schedule | None:
+        """The last schedule that was above the budget; once."""
+        with self._lock:
+            suggestion, self._suggestion = self._suggestion, None
+        return suggestion
+
+    def anneal(self, start: Sequence[int], seed: int, hot: float) -> None:
+        """One annealing; what it finds goes on the board."""
+        found = anneal_once(self.problem, self.monitor, start, seed, hot, self._round)
         if found is not None:
-            self.found(found)
+            self.offer(found)

@@ -37,7 +37,8 @@ Options:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,24 +70,33 @@ class Stages:
 
 def moments(problem: Problem, monitor: Monitor) -> Outcome:
     """Refines from the given order; see the module."""
-    refine(problem, monitor, tuple(range(len(problem.graph))))
+    given = tuple(range(len(problem.graph)))
+    refine(problem, monitor, problem.start or given, monitor.found)
     return Outcome(None)
 
 
-def refine(problem: Problem, monitor: Monitor, start: Schedule) -> None:
-    """Proves bounds and proposes schedules until one meets the other.
+def refine(
+    problem: Problem,
+    monitor: Monitor,
+    start: Schedule,
+    found: Callable[[Schedule], None],
+    seconds: float = math.inf,
+) -> None:
+    """Proves bounds and finds schedules until one meets the other.
 
     Args:
       problem: what is to be solved.
-      monitor: told of every bound and every schedule; the schedules may be
-        above the budget.
+      monitor: told of every bound.
       start: a schedule whose worst moments are the first to be looked at.
+      found: told of every schedule; all but the last may be above the budget.
+      seconds: to take, at most what the monitor leaves.
     """
+    until = monitor.elapsed() + seconds
     graph, budget = problem.graph, problem.budget
     order = precedence(graph)
     moments: list[int] = []
     level, bound = 0, 100.0
-    while not monitor.should_stop() and len(moments) < _MOST:
+    while monitor.elapsed() < until and not monitor.should_stop() and len(moments) < _MOST:
         worst = _worst_moment(graph, order, start, budget, moments)
         if worst is not None:
             moments = sorted([*moments, worst])
@@ -97,7 +107,7 @@ def refine(problem: Problem, monitor: Monitor, start: Schedule) -> None:
         program = formulate(graph, order, budget, moments, bound)
         solution = solve_mip(
             program.formulation,
-            time_limit=monitor.remaining(),
+            time_limit=min(monitor.remaining(), until - monitor.elapsed()),
             backend=problem.options.get("backend", "highs"),
             relative_gap=_GAPS[level],
             should_stop=monitor.should_stop,
@@ -107,7 +117,7 @@ def refine(problem: Problem, monitor: Monitor, start: Schedule) -> None:
         if solution.values is None:
             return
         start = decode(graph, program, solution.values)
-        monitor.found(start)
+        found(start)
 
 
 def formulate(
@@ -163,14 +173,14 @@ def formulate(
         node, inputs = graph.nodes[moment], graph.predecessors[moment]
         for i in inputs:
             builder.constraint([(1.0, held[i, k])], lower=1.0)  # (4)
-        certain = graph.resident + node.workspace + sum(graph.nodes[i].bytes for i in inputs)
+        needed = graph.resident + node.workspace + sum(graph.nodes[i].bytes for i in inputs)
         terms = [
             (graph.nodes[i].bytes, held[i, k])
             for i in np.flatnonzero(held[:, k] >= 0).tolist()
             if i not in inputs
         ]
         if node.forward is None:
-            certain += node.bytes
+            needed += node.bytes
         else:
             extra = builder.variable(integer=False)
             terms.append((node.bytes, extra))
@@ -180,7 +190,7 @@ def formulate(
                 if column >= 0:
                     again = [(1.0, runs[source, k])] if runs[source, k] >= 0 else []
                     builder.constraint([(1.0, extra), (-1.0, column), *again], lower=0.0)
-        room = budget - certain
+        room = budget - needed
         size = max(1, room)
         builder.constraint([(b / size, c) for b, c in terms if b], upper=room / size)  # (5)
     if bound > 0:
