@@ -39,7 +39,7 @@ from tensorflow.python.ops import handle_data_util
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from .profiles import roofline
-from .profiles.devices import DeviceSpec
+from .profiles.devices import DeviceSpec, UnknownDeviceError, find_device
 from .profiles.price import Pricer, spec_of_rows
 from .profiles.signature import OpSignature, TensorType
 from .profiles.table import Row, Table, append_rows, cache_path, load_table
@@ -263,7 +263,17 @@ def measured_pricer(
     )
     if measurement.interrupted:
         raise KeyboardInterrupt
-    return Pricer(measure_device(device), load_table(path))
+    spec = device_at_hand(device)
+    return Pricer(spec, load_table(path) if path.exists() else Table())
+
+
+def device_at_hand(device: str | None = None) -> DeviceSpec:
+    """The specification of a device of this process: listed, or else measured."""
+    device = device or default_device()
+    try:
+        return find_device(device_provenance(device)["device"])
+    except UnknownDeviceError:
+        return measure_device(device)
 
 
 def measure_device(device: str | None = None) -> DeviceSpec:
@@ -441,7 +451,8 @@ class _Bench:
         taken = []
         for _ in range(3):
             started = time.perf_counter()
-            tf.linalg.matmul(self._reference, self._reference)
+            with tf.device(self.device):
+                tf.linalg.matmul(self._reference, self._reference)
             self._synchronise()
             taken.append(time.perf_counter() - started)
         self._reference_seconds = min(self._reference_seconds, *taken)
@@ -511,17 +522,12 @@ class _Bench:
         return max(0, self._memory()["peak"] - before - _held_bytes(signature))
 
     def _arguments(self, signature: OpSignature) -> _Arguments:
-        inputs = [
-            self._make_input(signature, index, tensor)
-            for index, tensor in enumerate(signature.inputs)
-        ]
+        inputs = [self._make_input(signature, tensor) for tensor in signature.inputs]
         return _Arguments(
             inputs, [item.handle if isinstance(item, tf.Variable) else item for item in inputs]
         )
 
-    def _make_input(
-        self, signature: OpSignature, index: int, tensor: TensorType
-    ) -> tf.Tensor | tf.Variable:
+    def _make_input(self, signature: OpSignature, tensor: TensorType) -> tf.Tensor | tf.Variable:
         """A realistic value: positive floats (in every function's domain), valid indices."""
         if tensor.value is not None:
             with tf.device("CPU:0"):
