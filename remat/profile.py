@@ -397,7 +397,8 @@ class _Bench:
             self._counts_bytes = False
         self._reference_seconds = math.inf
         with self._registered(OpSignature("NoOp", (), ()), copies=0) as run:
-            self._empty_seconds = statistics.median(run([]) for _ in range(50))
+            # The least, since noise only adds, and what is subtracted must not be noise.
+            self._empty_seconds = min(run([]) for _ in range(50))
 
     def measure_undisturbed(
         self, signature: OpSignature, spread: float, seconds_each: float
@@ -467,7 +468,7 @@ class _Bench:
         if signature.op in _FORWARD:
             with self._registered(signature, copies=0) as run:
                 run(arguments.tensors)
-                overhead = statistics.median(_sample(run, arguments, spread, seconds_each))
+                overhead = min(_sample(run, arguments, spread, seconds_each))
         with self._registered(signature, copies=1) as run:
             run(arguments.tensors)  # the first run also chooses kernels and builds primitives
             workspace = self._largest_workspace(signature, lambda: run(arguments.tensors))
