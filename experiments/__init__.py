@@ -1,0 +1,1 @@
+"""The papers' figures and tables, each one command.  Nothing imports this package."""

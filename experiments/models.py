@@ -1,0 +1,214 @@
+"""The networks that are trained in the experiments: small enough for two cores,
+large enough that activations fill memory.
+
+Everything is drawn from a seed.  The data are synthetic, but each network can
+learn from them: images are a pattern of their class under noise, sequences
+draw their tokens around one that stands for their class, masks are discs.
+
+TensorFlow is imported when a model is built, so that the process that starts
+the others does not need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+Batch = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network and its training data.
+
+    Attributes:
+      name: of the network.
+      build: makes the network, with weights drawn from Keras's global seed.
+      draw: makes one batch from a generator and the case.
+      inputs: shape of a batch of inputs.
+      labels: shape of a batch of labels (class numbers).
+      classes: how many classes, or tokens' groups, there are.
+      dtype: of the inputs.
+    """
+
+    name: str
+    build: Callable[[Case], keras.Model]
+    draw: Callable[[Case, np.random.Generator], Batch]
+    inputs: tuple[int, ...]
+    labels: tuple[int, ...]
+    classes: int = 10
+    dtype: str = "float32"
+
+    @property
+    def size(self) -> str:
+        """The inputs' shape for people: "32 x 128 x 128 x 3"."""
+        return " x ".join(map(str, self.inputs))
+
+    def model(self, seed: int = 0) -> keras.Model:
+        """The network; the same seed gives the same weights and dropout masks."""
+        import keras
+
+        keras.utils.set_random_seed(seed)
+        return self.build(self)
+
+    def loss(self) -> keras.losses.Loss:
+        """Cross-entropy of logits."""
+        import keras
+
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def optimizer(self) -> keras.optimizers.Optimizer:
+        """Adam with its defaults."""
+        import keras
+
+        return keras.optimizers.Adam()
+
+    def specs(self) -> tuple[tf.TensorSpec, tf.TensorSpec]:
+        """What ``remat.compile`` is told about inputs and labels."""
+        import tensorflow as tf
+
+        return tf.TensorSpec(self.inputs, self.dtype), tf.TensorSpec(self.labels, tf.int32)
+
+    def batches(self, count: int, seed: int = 0) -> Iterator[tuple[tf.Tensor, tf.Tensor]]:
+        """``count`` batches of inputs and labels, each made when asked for."""
+        import tensorflow as tf
+
+        generator = np.random.default_rng(seed)
+        for _ in range(count):
+            inputs, labels = self.draw(self, generator)
+            yield tf.constant(inputs, self.dtype), tf.constant(labels, tf.int32)
+
+
+def _application(name: str) -> Callable[[Case], keras.Model]:
+    def build(case: Case) -> keras.Model:
+        import keras
+
+        return getattr(keras.applications, name)(
+            weights=None,
+            input_shape=case.inputs[1:],
+            classes=case.classes,
+            classifier_activation=None,
+        )
+
+    return build
+
+
+def _vgg16(case: Case) -> keras.Model:
+    """VGG16 with its two layers of 4,096 replaced by an average over the image.
+
+    Those hold 120 of its 138 million weights; with Adam's slots they would
+    outweigh the activations of any batch that two cores can compute.
+    """
+    import keras
+
+    body = keras.applications.VGG16(
+        weights=None, include_top=False, pooling="avg", input_shape=case.inputs[1:]
+    )
+    return keras.Model(body.input, keras.layers.Dense(case.classes)(body.output), name="vgg16")
+
+
+def _unet(case: Case, width: int = 24, depth: int = 4) -> keras.Model:
+    """U-Net (Ronneberger et al., 2015) with BatchNormalization; one logit a class and pixel."""
+    import keras
+
+    def block(x: Any, filters: int) -> Any:
+        for _ in range(2):
+            x = keras.layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
+            x = keras.layers.BatchNormalization()(x)
+            x = keras.layers.ReLU()(x)
+        return x
+
+    x = inputs = keras.Input(case.inputs[1:])
+    skips = []
+    for level in range(depth):
+        x = block(x, width << level)
+        skips.append(x)
+        x = keras.layers.MaxPooling2D()(x)
+    x = block(x, width << depth)
+    for level in reversed(range(depth)):
+        x = keras.layers.Conv2DTranspose(width << level, 2, strides=2)(x)
+        x = keras.layers.Concatenate()([skips[level], x])
+        x = block(x, width << level)
+    return keras.Model(inputs, keras.layers.Conv2D(case.classes, 1)(x), name="u_net")
+
+
+def _transformer(
+    case: Case, layers: int = 4, width: int = 256, heads: int = 8, vocabulary: int = 1000
+) -> keras.Model:
+    """A Transformer encoder (Vaswani et al., 2017) that classifies sequences of tokens."""
+    import keras
+
+    length = case.inputs[1]
+    inputs = keras.Input((length,), dtype=case.dtype)
+    x = keras.layers.Embedding(vocabulary, width)(inputs)
+    x = x + keras.layers.Embedding(length, width)(np.arange(length))
+    for _ in range(layers):
+        attended = keras.layers.MultiHeadAttention(heads, width // heads, dropout=0.1)(x, x)
+        x = keras.layers.LayerNormalization()(x + keras.layers.Dropout(0.1)(attended))
+        hidden = keras.layers.Dense(4 * width, activation="gelu")(x)
+        hidden = keras.layers.Dropout(0.1)(keras.layers.Dense(width)(hidden))
+        x = keras.layers.LayerNormalization()(x + hidden)
+    x = keras.layers.GlobalAveragePooling1D()(x)
+    return keras.Model(inputs, keras.layers.Dense(case.classes)(x), name="transformer")
+
+
+def _images(case: Case, generator: np.random.Generator) -> Batch:
+    """Each class is a pattern of stripes, under noise."""
+    labels = generator.integers(case.classes, size=case.labels)
+    rows, columns = np.indices(case.inputs[1:3]) / case.inputs[1]
+    angles = np.pi * labels / case.classes
+    across = np.cos(angles)[:, None, None] * rows + np.sin(angles)[:, None, None] * columns
+    images = np.sin(40 * across)[..., None] + generator.normal(size=case.inputs)
+    return images, labels
+
+
+def _discs(case: Case, generator: np.random.Generator) -> Batch:
+    """Noisy images with one brighter disc; the label says which pixels it covers."""
+    count, height, width, _ = case.inputs
+    rows, columns = np.indices((height, width))
+    centre = generator.uniform(0.25, 0.75, size=(2, count, 1, 1)) * height
+    radius = generator.uniform(0.1, 0.25, size=(count, 1, 1)) * height
+    labels = np.hypot(rows - centre[0], columns - centre[1]) < radius
+    images = labels[..., None] + generator.normal(size=case.inputs)
+    return images, labels.astype(np.int32)
+
+
+def _sequences(case: Case, generator: np.random.Generator) -> Batch:
+    """Tokens scattered around one that stands for the class."""
+    labels = generator.integers(case.classes, size=case.labels)
+    scatter = generator.normal(scale=100, size=case.inputs)
+    tokens = np.clip((labels[:, None] + 0.5) * 1000 / case.classes + scatter, 0, 999)
+    return tokens.astype(np.int32), labels
+
+
+def _image_case(
+    name: str, batch: int, side: int, build: Callable[[Case], keras.Model] | None = None
+) -> Case:
+    return Case(name, build or _application(name), _images, (batch, side, side, 3), (batch,))
+
+
+CASES = {
+    case.name: case
+    for case in (
+        _image_case("VGG16", 32, 128, _vgg16),
+        _image_case("ResNet50", 32, 128),
+        _image_case("MobileNetV2", 32, 160),
+        _image_case("DenseNet121", 24, 128),
+        Case("UNet", _unet, _discs, (8, 160, 160, 3), (8, 160, 160), classes=2),
+        Case("Transformer", _transformer, _sequences, (16, 256), (16,), dtype="int32"),
+        # For the time that compiling takes.
+        _image_case("ResNet152", 8, 128),
+        _image_case("NASNetMobile", 8, 224),
+    )
+}
+"""Networks by name."""
+
+TRAINED = ("VGG16", "ResNet50", "MobileNetV2", "DenseNet121", "UNet", "Transformer")
+LARGE = ("ResNet152", "NASNetMobile")

@@ -1,0 +1,439 @@
+"""How good the schedules are: every method, side by side, on any graph files.
+
+    python -m experiments.solver_quality GRAPH.json...            methods x budgets
+    python -m experiments.solver_quality --ratios GRAPH.json...   Checkmate's Table 2
+    python -m experiments.solver_quality --scale                  100 to 10,000 nodes
+
+Each cell (graph, budget, solver, seed) is written to its own file once it is
+done, so a run that was killed goes on where it stopped; delete the folder to
+measure again.  The tables are saved as CSV beside them.
+
+``auto`` is measured as its users run it, the whole command ``remat solve`` in a
+process of its own; the other methods through ``remat.solvers.solve``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from remat.solvers import Graph, Status, load_graph, save_graph, simulate, solve
+from remat.solvers.budget import format_bytes, parse_budget
+from remat.solvers.graph import write_json
+from remat.solvers.solving import METHODS, available_processors
+
+from .graphs import training_graph
+
+_BUDGETS = ("90%", "80%", "70%")
+_SOLVERS = tuple(METHODS)
+_SEEDED = ("auto", "anneal", "lp_rounding", "moccasin")  # the others do not depend on a seed
+
+_FIELDS = ("status", "overhead", "lower_bound", "peak", "seconds")  # of a ``Result``
+
+_RATIO_BUDGETS = ("90%", "80%", "70%", "60%", "50%", "40%", "30%")
+# Our solver for each column of Checkmate's Table 2, and what was published.
+_RATIO_SOLVERS = {
+    "AP sqrt(n)": "chen_sqrt:generalisation=articulation",
+    "AP greedy": "chen_greedy:generalisation=articulation",
+    "Griewank": "griewank",
+    "LP rounding": "lp_rounding",
+    "auto": "auto",
+}
+_PUBLISHED_RATIOS = {
+    "mobilenet": (1.14, 1.07, 7.07, 1.06),
+    "vgg16": (1.28, 1.06, 1.44, 1.01),
+    "unet": (1.27, 1.23, None, 1.03),
+    "resnet50": (1.20, 1.25, None, 1.05),
+}
+
+_SCALE_SIZES = (100, 300, 1000, 3000, 10_000)
+_SCALE_SOLVERS = ("auto", "feng_huang", "chen_greedy", "griewank")
+_SCALE_BUDGET = "50%"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method on one graph within one budget, with one seed.
+
+    Attributes:
+      overhead: fraction, or None if no schedule was found.
+      bound: overhead of the proven lower bound, a fraction.
+      peak, budget: bytes; peak is None if no schedule was found.
+      seconds: that the solve took.
+      command_seconds: that the whole command took, or None where there was none.
+    """
+
+    graph: str
+    nodes: int
+    budget_text: str
+    budget: int
+    solver: str
+    seed: int
+    status: str
+    overhead: float | None
+    bound: float
+    peak: int | None
+    seconds: float
+    command_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """The cells that differ in their seed only, as medians."""
+
+    graph: str
+    nodes: int
+    budget: str
+    solver: str
+    found: int
+    runs: int
+    status: str
+    overhead_percent: float | None
+    bound_percent: float
+    gap_points: float | None
+    solve_seconds: float
+    command_seconds: float | None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the experiment that the command line asks for."""
+    parser = argparse.ArgumentParser(
+        "python -m experiments.solver_quality",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("graphs", nargs="*", metavar="GRAPH.json")
+    parser.add_argument("--ratios", action="store_true", help="Checkmate's Table 2")
+    parser.add_argument("--scale", action="store_true", help="growth with the size of the graph")
+    parser.add_argument(
+        "--budgets", nargs="+", metavar="BUDGET", help="bytes, or % of the given order's peak"
+    )
+    parser.add_argument(
+        "--solvers",
+        nargs="+",
+        metavar="NAME[:OPTION=VALUE,...]",
+        help=f"default: {', '.join(_SOLVERS)}",
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="of the methods that have any")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="default: the solver's")
+    parser.add_argument(
+        "--sizes", nargs="+", type=int, default=_SCALE_SIZES, help="nodes, for --scale"
+    )
+    parser.add_argument("--out", type=Path, default=Path("out/solver_quality"), metavar="DIR")
+    asked = parser.parse_args(arguments)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    print("\n".join(f"{key}: {value}" for key, value in machine().items()), end="\n\n")
+    if asked.scale:
+        _scale(asked)
+        return
+    if not asked.graphs:
+        parser.error("name at least one graph file, or use --scale")
+    if asked.ratios:
+        _ratios(asked)
+    else:
+        _table(asked)
+
+
+def machine() -> dict[str, str | int]:
+    """What the figures depend on: processor, cores and versions."""
+    names = ("remat-tf", "numpy", "scipy", "numba", "cylp", "ortools")
+    versions = [f"Python {platform.python_version()}"]
+    for name in names:
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"no {name}")
+    info = Path("/proc/cpuinfo")
+    models = re.findall(r"model name\s*:\s*(.*)", info.read_text()) if info.exists() else []
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": available_processors(),
+        "versions": ", ".join(versions),
+    }
+
+
+def _table(asked: argparse.Namespace) -> None:
+    """Methods x budgets."""
+    budgets, solvers = asked.budgets or _BUDGETS, asked.solvers or _SOLVERS
+    rows = summarise(_cells(asked, asked.graphs, budgets, solvers, asked.seeds, asked.time_limit))
+    _save(rows, asked.out / "table.csv")
+    width = max(len(solver) for solver in solvers) + 2
+    for graph in dict.fromkeys(row.graph for row in rows):
+        own = {(row.solver, row.budget): row for row in rows if row.graph == graph}
+        print(f"\n{graph:{width}}" + "".join(f"{budget:^28}" for budget in budgets))
+        print(f"{'':{width}}" + f"{'overhead %':>12}{'gap':>8}{'s':>8}" * len(budgets))
+        for solver in solvers:
+            cells = (_figures(own[solver, budget]) for budget in budgets)
+            print(f"{solver:{width}}" + "".join(cells))
+        bounds = (f"{own[solvers[0], budget].bound_percent:12.3f}{'':16}" for budget in budgets)
+        print(f"{'(proven bound)':{width}}" + "".join(bounds))
+    print("\ngap: to the best proven bound, in points of overhead")
+    print("s: seconds of the whole command for auto, of the solve for the others")
+
+
+def _figures(row: Row) -> str:
+    seconds = row.solve_seconds if row.command_seconds is None else row.command_seconds
+    if row.overhead_percent is None or row.gap_points is None:
+        what = "proven infeasible" if row.status == Status.INFEASIBLE else "none found"
+        return f"{what:>20}{seconds:8.1f}"
+    return f"{row.overhead_percent:12.3f}{row.gap_points:8.3f}{seconds:8.1f}"
+
+
+def _ratios(asked: argparse.Namespace) -> None:
+    """Geometric mean, over the budgets, of the cost against the best schedule."""
+    budgets = asked.budgets or _RATIO_BUDGETS
+    cells = _cells(
+        asked, asked.graphs, budgets, tuple(_RATIO_SOLVERS.values()), 1, asked.time_limit or 20.0
+    )
+    print(f"\n{'':16}" + "".join(f"{name:>16}" for name in _RATIO_SOLVERS))
+    lines = []
+    for graph in dict.fromkeys(cell.graph for cell in cells):
+        own = [cell for cell in cells if cell.graph == graph]
+        line: dict[str, Any] = {"graph": graph}
+        for name, solver in _RATIO_SOLVERS.items():
+            ratios = [
+                (1 + cell.overhead) / (1 + _best_overhead(own, cell.budget))
+                for cell in own
+                if cell.solver == solver and cell.overhead is not None
+            ]
+            line[name] = statistics.geometric_mean(ratios) if ratios else None
+            line[f"{name}: budgets"] = len(ratios)
+        lines.append(line)
+        print(
+            f"{graph:16}"
+            + "".join(f"{_ratio(line[n])} ({line[f'{n}: budgets']})" for n in _RATIO_SOLVERS)
+        )
+        for known, published in _PUBLISHED_RATIOS.items():
+            if graph.startswith(known):
+                print(f"{'  published':16}" + "".join(f"{_ratio(r)}    " for r in published))
+    _write_csv(lines, asked.out / "ratios.csv")
+    print(
+        f"\n(k): of {len(budgets)} budgets, {', '.join(budgets)}, k had a schedule by this method"
+    )
+
+
+def _ratio(ratio: float | None) -> str:
+    return f"{'-':>12}" if ratio is None else f"{ratio:12.3f}"
+
+
+def _best_overhead(cells: Iterable[Cell], budget: int) -> float:
+    """The least overhead known for a budget; what fits a smaller one fits it too."""
+    return min(c.overhead for c in cells if c.overhead is not None and c.budget <= budget)
+
+
+def _scale(asked: argparse.Namespace) -> None:
+    """How cost and time grow with the size of the graph."""
+    solvers = asked.solvers or _SCALE_SOLVERS
+    paths = []
+    for size in asked.sizes:
+        path = asked.out / f"training-{size}.json"
+        save_graph(training_graph(size), path)
+        paths.append(str(path))
+    budgets = asked.budgets or (_SCALE_BUDGET,)
+    rows = summarise(_cells(asked, paths, budgets, solvers, 1, asked.time_limit))
+    _save(rows, asked.out / "scale.csv")
+    print(
+        f"\n{'nodes':>8}{'budget':>9} {'solver':16}{'overhead %':>11}{'bound %':>9}{'seconds':>9}"
+    )
+    for row in rows:
+        seconds = row.solve_seconds if row.command_seconds is None else row.command_seconds
+        overhead = "none" if row.overhead_percent is None else f"{row.overhead_percent:.3f}"
+        print(
+            f"{row.nodes:8}{row.budget:>9} {row.solver:16}{overhead:>11}"
+            f"{row.bound_percent:9.3f}{seconds:9.1f}"
+        )
+    _plot_scale(rows, budgets[0], asked.out / "scale.png")
+    print(f"\n{asked.out / 'scale.png'}")
+
+
+def _plot_scale(rows: Sequence[Row], budget: str, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    # Okabe and Ito's palette, and a marker each: readable without colours.
+    colours = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+    styles = zip(colours, "os^Dv<>", strict=True)
+    figure, (costs, times) = pyplot.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
+    solvers = dict.fromkeys(row.solver for row in rows)
+    for (colour, marker), solver in zip(styles, solvers, strict=False):
+        own = [row for row in rows if row.solver == solver and row.budget == budget]
+        found = [row for row in own if row.overhead_percent is not None]
+        style: dict[str, Any] = {"color": colour, "marker": marker, "label": solver}
+        costs.plot([r.nodes for r in found], [r.overhead_percent for r in found], **style)
+        seconds = [r.command_seconds or r.solve_seconds for r in own]
+        times.plot([r.nodes for r in own], seconds, **style)
+        if solver == "auto":
+            bounds = [row.bound_percent for row in own]
+            costs.plot(
+                [r.nodes for r in own], bounds, color=colour, linestyle=":", label="proven bound"
+            )
+    costs.set(xlabel="nodes", ylabel="overhead (%)", xscale="log", ylim=(0, None))
+    times.set(xlabel="nodes", ylabel="time (s)", xscale="log", yscale="log")
+    costs.set_title(f"Overhead at a budget of {budget} of the peak")
+    times.set_title("Time to the schedule")
+    for axes in (costs, times):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _cells(
+    asked: argparse.Namespace,
+    paths: Iterable[str],
+    budgets: Sequence[str],
+    solvers: Sequence[str],
+    seeds: int,
+    time_limit: float | None,
+) -> list[Cell]:
+    """Every cell, measured now or before."""
+    folder = asked.out / "cells"
+    folder.mkdir(exist_ok=True)
+    cells = []
+    for path in paths:
+        graph = load_graph(path)
+        peak = simulate(graph, range(len(graph))).peak
+        print(f"{graph.name}: {len(graph)} nodes, {format_bytes(peak)} in the given order")
+        for solver in solvers:
+            for budget in budgets:
+                for seed in range(seeds if solver.partition(":")[0] in _SEEDED else 1):
+                    key = f"{graph.fingerprint[:12]}-{solver}-{budget}-{seed}-{time_limit}"
+                    file = folder / (re.sub(r"[^\w.%=-]", "_", key) + ".json")
+                    if not file.exists():
+                        cell = measure(path, graph, budget, solver, seed, time_limit)
+                        write_json(asdict(cell), file)
+                        found = "none" if cell.overhead is None else f"{100 * cell.overhead:.3f} %"
+                        print(f"  {solver} {budget} seed {seed}: {found}, {cell.seconds:.1f} s")
+                    cells.append(Cell(**json.loads(file.read_text())))
+    return cells
+
+
+def measure(
+    path: str, graph: Graph, budget: str, solver: str, seed: int, time_limit: float | None
+) -> Cell:
+    """Runs one method on one graph within one budget, with one seed.
+
+    Raises:
+      KeyboardInterrupt: if it was interrupted; what was found by then is no result.
+      RuntimeError: if the command broke down.
+    """
+    name, _, options = solver.partition(":")
+    allowed = parse_budget(budget, simulate(graph, range(len(graph))).peak)
+    command_seconds: float | None = None
+    if solver == "auto":
+        started = time.monotonic()
+        found = _run_command(path, budget, seed, time_limit)
+        command_seconds = time.monotonic() - started
+    else:
+        result = solve(
+            graph, allowed, solver=name, seed=seed, time_limit=time_limit, **_parse(options)
+        )
+        found = {field: getattr(result, field) for field in _FIELDS}
+    if found["status"] == Status.INTERRUPTED:
+        raise KeyboardInterrupt
+    return Cell(
+        graph=graph.name,
+        nodes=len(graph),
+        budget_text=budget,
+        budget=allowed,
+        solver=solver,
+        seed=seed,
+        status=str(found["status"]),
+        overhead=found["overhead"],
+        bound=found["lower_bound"] / graph.cost - 1 if graph.cost else 0.0,
+        peak=found["peak"],
+        seconds=found["seconds"],
+        command_seconds=command_seconds,
+    )
+
+
+def _run_command(path: str, budget: str, seed: int, time_limit: float | None) -> dict[str, Any]:
+    """The last line of ``remat solve --log json``."""
+    command = [sys.executable, "-m", "remat", "solve", path, "--budget", budget, "--log", "json"]
+    command += ["--seed", str(seed)]
+    if time_limit is not None:
+        command += ["--time-limit", str(time_limit)]
+    with tempfile.TemporaryDirectory() as folder:
+        command += ["-o", str(Path(folder) / "plan.json")]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode not in (0, 3, 130):
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _parse(options: str) -> dict[str, Any]:
+    """``a=1,b=text`` as a mapping."""
+    pairs = (option.partition("=") for option in options.split(",") if option)
+    return {name: int(value) if value.isdigit() else value for name, _, value in pairs}
+
+
+def summarise(cells: Sequence[Cell]) -> list[Row]:
+    """Medians over seeds.  A method that finds nothing for most seeds found nothing.
+
+    The bound is the best that any method has proven for the graph and budget.
+    """
+    groups: dict[tuple[str, int, str, str], list[Cell]] = {}
+    bounds: dict[tuple[str, str], float] = {}
+    for cell in cells:
+        groups.setdefault((cell.graph, cell.nodes, cell.budget_text, cell.solver), []).append(cell)
+        place = cell.graph, cell.budget_text
+        bounds[place] = max(bounds.get(place, 0.0), cell.bound)
+    rows = []
+    for (graph, nodes, budget, solver), group in groups.items():
+        overhead, bound = _median(cell.overhead for cell in group), bounds[graph, budget]
+        row = Row(
+            graph=graph,
+            nodes=nodes,
+            budget=budget,
+            solver=solver,
+            found=sum(cell.overhead is not None for cell in group),
+            runs=len(group),
+            status=group[0].status,
+            overhead_percent=None if overhead is None else 100 * overhead,
+            bound_percent=100 * bound,
+            gap_points=None if overhead is None else 100 * (overhead - bound),
+            solve_seconds=statistics.median(cell.seconds for cell in group),
+            command_seconds=_median(cell.command_seconds for cell in group),
+        )
+        rows.append(row)
+    return rows
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    median = statistics.median(math.inf if value is None else value for value in values)
+    return None if median == math.inf else median
+
+
+def _save(rows: Sequence[Row], path: Path) -> None:
+    _write_csv([{**asdict(row), **machine()} for row in rows], path)
+
+
+def _write_csv(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Writes a table; the old file stays whole until the new one is."""
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, lines[0])
+        table.writeheader()
+        table.writerows(lines)
+    os.replace(temporary, path)
+
+
+if __name__ == "__main__":
+    main()
