@@ -197,7 +197,7 @@ def _image_case(
 CASES = {
     case.name: case
     for case in (
-        _image_case("VGG16", 32, 128, _vgg16),
+        _image_case("VGG16", 24, 128, _vgg16),
         _image_case("ResNet50", 32, 128),
         _image_case("MobileNetV2", 32, 160),
         _image_case("DenseNet121", 24, 128),

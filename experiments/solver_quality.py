@@ -34,6 +34,7 @@ from typing import Any
 
 from remat.solvers import Graph, Status, load_graph, save_graph, simulate, solve
 from remat.solvers.budget import format_bytes, parse_budget
+from remat.solvers.floor import memory_floor
 from remat.solvers.graph import write_json
 from remat.solvers.solving import METHODS, available_processors
 
@@ -45,7 +46,7 @@ _SEEDED = ("auto", "anneal", "lp_rounding", "moccasin")  # the others do not dep
 
 _FIELDS = ("status", "overhead", "lower_bound", "peak", "seconds")  # of a ``Result``
 
-_RATIO_BUDGETS = ("90%", "80%", "70%", "60%", "50%", "40%", "30%")
+_RATIO_BUDGETS = 8  # evenly from the proven floor to just below the peak
 # Our solver for each column of Checkmate's Table 2, and what was published.
 _RATIO_SOLVERS = {
     "AP sqrt(n)": "chen_sqrt:generalisation=articulation",
@@ -196,9 +197,8 @@ def _figures(row: Row) -> str:
 
 def _ratios(asked: argparse.Namespace) -> None:
     """Geometric mean, over the budgets, of the cost against the best schedule."""
-    budgets = asked.budgets or _RATIO_BUDGETS
     cells = _cells(
-        asked, asked.graphs, budgets, tuple(_RATIO_SOLVERS.values()), 1, asked.time_limit or 20.0
+        asked, asked.graphs, asked.budgets, _RATIO_SOLVERS.values(), 1, asked.time_limit or 20.0
     )
     print(f"\n{'':16}" + "".join(f"{name:>16}" for name in _RATIO_SOLVERS))
     lines = []
@@ -222,9 +222,10 @@ def _ratios(asked: argparse.Namespace) -> None:
             if graph.startswith(known):
                 print(f"{'  published':16}" + "".join(f"{_ratio(r)}    " for r in published))
     _write_csv(lines, asked.out / "ratios.csv")
-    print(
-        f"\n(k): of {len(budgets)} budgets, {', '.join(budgets)}, k had a schedule by this method"
-    )
+    wanted = f"the {_RATIO_BUDGETS} budgets evenly from the floor to the peak"
+    if asked.budgets:
+        wanted = f"the budgets {', '.join(asked.budgets)}"
+    print(f"\n(k): of {wanted}, k had a schedule by this method")
 
 
 def _ratio(ratio: float | None) -> str:
@@ -298,12 +299,12 @@ def _plot_scale(rows: Sequence[Row], budget: str, path: Path) -> None:
 def _cells(
     asked: argparse.Namespace,
     paths: Iterable[str],
-    budgets: Sequence[str],
-    solvers: Sequence[str],
+    budgets: Sequence[str] | None,
+    solvers: Iterable[str],
     seeds: int,
     time_limit: float | None,
 ) -> list[Cell]:
-    """Every cell, measured now or before."""
+    """Every cell, measured now or before; no budgets means those of ``--ratios``."""
     folder = asked.out / "cells"
     folder.mkdir(exist_ok=True)
     cells = []
@@ -312,7 +313,7 @@ def _cells(
         peak = simulate(graph, range(len(graph))).peak
         print(f"{graph.name}: {len(graph)} nodes, {format_bytes(peak)} in the given order")
         for solver in solvers:
-            for budget in budgets:
+            for budget in budgets or _from_floor_to(peak, graph):
                 for seed in range(seeds if solver.partition(":")[0] in _SEEDED else 1):
                     key = f"{graph.fingerprint[:12]}-{solver}-{budget}-{seed}-{time_limit}"
                     file = folder / (re.sub(r"[^\w.%=-]", "_", key) + ".json")
@@ -323,6 +324,12 @@ def _cells(
                         print(f"  {solver} {budget} seed {seed}: {found}, {cell.seconds:.1f} s")
                     cells.append(Cell(**json.loads(file.read_text())))
     return cells
+
+
+def _from_floor_to(peak: int, graph: Graph) -> list[str]:
+    """The budgets of ``--ratios``, in bytes."""
+    floor, _ = memory_floor(graph)
+    return [str(floor + (peak - floor) * k // _RATIO_BUDGETS) for k in range(_RATIO_BUDGETS)]
 
 
 def measure(
