@@ -25,6 +25,7 @@ setup(
         "pandas>=2.1",
         "matplotlib>=3.8",
         "numba>=0.60",
+        "psutil>=5.9",
     ],
     extras_require={
         "moccasin": ["ortools>=9.10"],

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import psutil
 import tensorflow as tf
 
 _SMALLEST_CLAIM = 1 << 20  # bytes
@@ -77,8 +78,6 @@ def memory_for_budget(device: Device) -> tuple[int, str]:
     if device.limit is not None:
         margin = max(device.limit // 50, 16 << 20)
         return device.limit - margin, "the allocator's limit less 2 %"
-    import psutil
-
     return int(psutil.virtual_memory().available * 0.9), "90 % of the available memory"
 
 

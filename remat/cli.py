@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import cli_solve
+from . import cli_profile, cli_solve, cli_trace
 
 DONE, BAD_INPUT, INFEASIBLE, INTERRUPTED = 0, 2, 3, 130
 
@@ -20,6 +20,7 @@ _DESCRIPTION = """\
 Train networks that do not fit in memory: find the cheapest order of
 computations and recomputations within a budget of bytes, and run it.
 
+  remat trace ResNet50 --input 16,224,224,3 -o GRAPH.json    write a step's graph
   remat solve GRAPH.json --budget 50% -o PLAN.json    find a schedule
   remat show PLAN.json GRAPH.json --plot MEMORY.png   look at it
 """
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (cli_solve,):
+    for module in (cli_trace, cli_profile, cli_solve):
         module.register(commands)
     parsed = parser.parse_args(arguments)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -165,6 +166,12 @@ def compile(
         verbose=verbose,
     )
     return Step(trainee, specs, options)
+
+
+def one_step_of(model: keras.Model, loss: Any, optimizer: Any) -> Callable[..., Any]:
+    """The function ``(inputs, labels, sample_weight=None) -> (predictions, loss)``
+    that ``compile`` traces."""
+    return _Trainee(model, loss, optimizer).one_step
 
 
 class _Trainee:

@@ -317,6 +317,8 @@ def _build(
             known |= ancestors[source]
         held = sum(ops[t[0]].bytes[t[1]] for t in large[g])
         scratch, forward = _scratch(program, heavy, members, outward[g], held, workspace, number)
+        if forward is not None and nodes[position[forward]].bytes != held:
+            forward = None
         position[g] = add(
             Node(
                 name=_name(program, members),
@@ -370,8 +372,8 @@ def _outward(
 
 def _readers(program: Program, index: int) -> list[tuple[int, int]]:
     """Who reads an operation, through aliases: (reader, output)."""
-    found = []
-    stack = [(index, None)]
+    found: list[Tensor] = []
+    stack: list[tuple[int, int | None]] = [(index, None)]
     while stack:
         source, output = stack.pop()
         for reader in program.consumers[source]:
@@ -441,17 +443,17 @@ def _extra(
         roots = [buffer.get(heavy.root[source]) for source in op.inputs]
         for output, size in enumerate(op.bytes):
             tensor = (index, output)
-            taken = None
-            if output == 0:
-                for slot in op.forwards:
-                    candidate = roots[slot]
-                    if (
-                        candidate is not None
-                        and references.get(candidate) == 1
-                        and ops[candidate[0]].bytes[candidate[1]] == size
-                    ):
-                        taken = candidate
-                        break
+            candidates = [roots[slot] for slot in op.forwards] if output == 0 else []
+            taken = next(
+                (
+                    root
+                    for root in candidates
+                    if root is not None
+                    and references.get(root) == 1
+                    and ops[root[0]].bytes[root[1]] == size
+                ),
+                None,
+            )
             if taken is None:
                 buffer[tensor] = tensor
                 live += size
@@ -535,7 +537,7 @@ class _Expander:
         for node in schedule:
             for index in self.groups[node]:
                 self._emit(index)
-            self._run_small()
+                self._run_small()  # one of the same node may need it
         for index, op in enumerate(self.program.ops):
             if index not in self.newest and op.kind in (Kind.PURE, Kind.ONCE):
                 raise AssertionError(f"{op.name} was never ready to run")

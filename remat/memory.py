@@ -225,7 +225,7 @@ class Pool:
     def unclaimed(self) -> int:
         """Bytes that the limit still allows for one more region."""
         assert self.limit is not None
-        return max(0, self.limit - self._grown().reserved)
+        return self.limit - self._grown().reserved
 
     def arena(self) -> Arena:
         """A model of the pool, with what is resident allocated.
@@ -233,24 +233,24 @@ class Pool:
         Raises:
           OutOfMemoryError: if not even that fits.
         """
-        if self.limit is None:
-            arena = Arena(_ENDLESS, growth=False)
-            for size in self.held:
-                arena.allocate(size)
-        else:
-            arena = self._grown()
-            arena.claim(self.unclaimed())
+        arena = self._grown()
+        arena.claim(_ENDLESS if self.limit is None else self.limit - arena.reserved)
         for size in self.later:
             arena.allocate(size)
         return arena
 
     def _grown(self) -> Arena:
-        arena = Arena(self.limit, self.growth)
+        """The pool before anything is claimed."""
+        if not self.growth:
+            arena = Arena(self.limit or _ENDLESS, growth=False)
+        else:
+            arena = Arena(self.limit)
         for size in self.held:
             arena.allocate(size)
         missing = min(self.highest, self.limit or self.highest) - arena.reserved
         if missing > 0:
             arena.free(arena.allocate(missing))
+        arena.limit = None  # what is claimed next may be as large as it likes
         return arena
 
 

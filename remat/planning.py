@@ -213,7 +213,6 @@ def make_plan(
         ceiling = int(budget * (1 - MARGIN))
     limit = default_time_limit(graph) if time_limit is None else time_limit
     target = ceiling
-    best: Planned | None = None
     for number in range(_ROUNDS):
         result = solve(
             graph,
@@ -228,12 +227,12 @@ def make_plan(
             raise _infeasible(prepared, result, budget, budget / target)
         start = result.schedule
         plan = replace(result.to_plan(graph), budget=budget)
-        best = _carry_out(prepared, plan, target, device)
-        if best.needed <= ceiling or result.status is Status.INTERRUPTED:
-            return best
+        planned = _carry_out(prepared, plan, target, device)
+        if planned.needed <= ceiling or result.status is Status.INTERRUPTED:
+            return planned
         # How memory is chopped up moves a little with every schedule: aim lower.
-        target = int(min(target, result.peak or target) * ceiling / best.needed * 0.998)
-    raise _infeasible(prepared, result, budget, best.needed / ceiling)
+        target = int(min(target, result.peak or target) * ceiling / planned.needed * 0.998)
+    raise _infeasible(prepared, result, budget, planned.needed / ceiling)
 
 
 def load_plan(prepared: Prepared, plan: Plan, *, device: Device) -> Planned:

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import tensorflow as tf
 
-from . import profile as profile_module
-from .profile import (
-    default_device,
-    device_provenance,
-    measure_operations,
-    signature_of,
-)
-from .profiles.devices import DeviceSpec, UnknownDeviceError, find_device
-from .profiles.price import Coverage, Price, Pricer, coverage, load_pricer
+from .profile import device_at_hand, measured_pricer, signature_of
+from .profiles.price import Coverage, Price, coverage, load_pricer
 from .profiles.signature import OpSignature, TensorType
-from .profiles.table import Table, append_rows, cache_path, load_table
 from .program import Kind, Program
 
 Profile = str | os.PathLike[str] | Mapping[str, float]
@@ -46,7 +38,7 @@ def price(
     program: Program,
     profile: Profile = "auto",
     *,
-    deadline: float = 60.0,
+    deadline: float = 40.0,
     progress: Callable[[int, int, OpSignature], None] | None = None,
 ) -> Prices:
     """Prices every operation that computes.
@@ -65,9 +57,9 @@ def price(
     """
     signatures = _signatures(program)
     if profile == "auto":
-        pricer = _measured(list(signatures.values()), deadline, progress)
+        pricer = measured_pricer(signatures.values(), deadline=deadline, progress=progress)
     elif isinstance(profile, Mapping):
-        pricer = load_pricer(profile, _device_at_hand())
+        pricer = load_pricer(profile, device_at_hand())
     else:
         pricer = load_pricer(profile)
     distinct = {signature: pricer.price(signature) for signature in set(signatures.values())}
@@ -82,33 +74,6 @@ def price(
     )
 
 
-def _measured(
-    signatures: Sequence[OpSignature],
-    deadline: float,
-    progress: Callable[[int, int, OpSignature], None] | None,
-) -> Pricer:
-    """This device's pricer, after measuring what its table does not hold."""
-    provenance = device_provenance(default_device())
-    path = cache_path(provenance["device"], provenance["driver"], provenance["tensorflow"])
-    table = load_table(path) if path.exists() else Table()
-    measurement = measure_operations(signatures, known=table, deadline=deadline, progress=progress)
-    if measurement.rows:
-        table = append_rows(path, measurement.rows)
-    if measurement.interrupted:
-        raise KeyboardInterrupt
-    return Pricer(_device_at_hand(), table)
-
-
-def _device_at_hand() -> DeviceSpec:
-    """The specification of the device that runs the step."""
-    device = default_device()
-    name = device_provenance(device)["device"]
-    try:
-        return find_device(name)
-    except UnknownDeviceError:
-        return profile_module.measure_device(device)
-
-
 def _signatures(program: Program) -> dict[int, OpSignature]:
     """The signature of every operation that computes, by its index."""
     constants: dict[int, np.ndarray] = {}
@@ -120,8 +85,9 @@ def _signatures(program: Program) -> dict[int, OpSignature]:
         op = program.ops[source]
         if op.dtypes[number] == tf.resource:
             held = program.variables.get(source)
-            known = held is not None and held.shape.is_fully_defined()
-            return TensorType("resource", tuple(held.shape) if known else (-1,))
+            if held is None or not held.shape.is_fully_defined():
+                return TensorType("resource", (-1,))
+            return TensorType("resource", tuple(held.shape))
         return TensorType(op.dtypes[number].name, op.shapes[number])
 
     return {

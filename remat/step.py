@@ -90,7 +90,7 @@ class CompiledStep:
         self.seconds: dict[str, float] = {}
         self._lock = threading.Lock()
         self._calls = 0
-        say = _Progress(options.verbose)
+        say = ProgressLine(options.verbose)
         with say:
             with self._timed("trace"):
                 say.line("tracing the step")
@@ -153,13 +153,17 @@ class CompiledStep:
             RuntimeWarning,
             stacklevel=3,
         )
-        ceiling = int(self.plan.peak * self.budget * (1 - MARGIN) / self.measured_peak)
-        with _Progress(False) as say:
-            self.planned = self._solve(ceiling, say)
+        ceiling = self.plan.peak - (self.measured_peak - self.budget) - self.budget // 200
+        try:
+            with ProgressLine(False) as say:
+                self.planned = self._solve(ceiling, say)
+        except InfeasibleBudgetError as error:
+            warnings.warn(f"the plan stays as it is: {error}", RuntimeWarning, stacklevel=3)
+            return
         self._run = lower(self.prepared.program, self.planned.events)
         self._calls = 0
 
-    def _solve(self, ceiling: int | None, say: _Progress) -> Planned:
+    def _solve(self, ceiling: int | None, say: ProgressLine) -> Planned:
         start = self.planned.plan.schedule if ceiling is not None else None
         return make_plan(
             self.prepared,
@@ -173,7 +177,7 @@ class CompiledStep:
             progress=say.result,
         )
 
-    def _check(self, say: _Progress) -> None:
+    def _check(self, say: ProgressLine) -> None:
         """Runs the step once on zeros, and plans again if it takes too much.
 
         Every variable is put back afterwards, bit for bit.
@@ -188,19 +192,20 @@ class CompiledStep:
                 self.measured_peak = measured
                 if measured <= self.budget:
                     break
-            excess = 1.05 if measured is None else measured / self.budget
+            # Out of memory does not say by how much: try 5 %.
+            excess = self.budget // 20 if measured is None else measured - self.budget
             if trial == _TRIALS - 1:
                 raise InfeasibleBudgetError(
                     self.budget,
                     self.prepared.extraction.graph.resident,
                     ("variables and inputs",),
-                    int(self.budget * excess),
+                    self.budget + excess,
                 )
             say.line(
                 f"measured {format_bytes(measured) if measured else 'out of memory'} for a budget "
                 f"of {format_bytes(self.budget)}: planning again with a lower target"
             )
-            self.planned = self._solve(int(self.plan.peak / excess * 0.995), say)
+            self.planned = self._solve(self.plan.peak - excess - self.budget // 200, say)
             self._run = lower(self.prepared.program, self.planned.events)
         if any(
             op.type.startswith(("Random", "TruncatedNormal", "Multinomial", "Parameterized"))
@@ -342,14 +347,14 @@ def _put_back(handle: tf.Tensor, value: tf.Tensor) -> None:
     tf.raw_ops.DisableCopyOnRead(resource=handle)
 
 
-class _Progress:
+class ProgressLine:
     """One line on a terminal that is written over; nothing elsewhere."""
 
     def __init__(self, verbose: bool | None) -> None:
         self.shown = sys.stderr.isatty() if verbose is None else verbose
         self._width = 0
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> ProgressLine:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -1,0 +1,299 @@
+"""The main job: exactly the plain step's results, inside the budget."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+
+import pytest
+from child import COUNTED, EXACT, run
+
+_MODELS = {
+    "batchnorm": """
+        model = keras.Sequential([keras.Input((32, 32, 3))])
+        for filters in (16, 16, 16, 16, 16):
+            model.add(keras.layers.Conv2D(filters, 3, padding="same"))
+            model.add(keras.layers.BatchNormalization())
+            model.add(keras.layers.ReLU())
+        model.add(keras.layers.GlobalAveragePooling2D())
+        model.add(keras.layers.Dense(10))
+        specs = [tf.TensorSpec((64, 32, 32, 3)), tf.TensorSpec((64,), tf.int32)]
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        optimizer = keras.optimizers.Adam(1e-3)
+    """,
+    "skip connections": """
+        inputs = keras.Input((32, 32, 3))
+        layer = lambda x, f: keras.layers.Conv2D(f, 1, activation="softplus")(x)
+        high = layer(layer(layer(inputs, 8), 8), 8)
+        x = keras.layers.MaxPooling2D()(high)
+        x = layer(layer(x, 16), 16)
+        x = keras.layers.Conv2DTranspose(8, 2, strides=2)(x)
+        x = keras.layers.Concatenate()([x, high])
+        x = layer(layer(layer(x, 8), 8), 8)
+        model = keras.Model(inputs, keras.layers.Conv2D(1, 1)(x))
+        specs = [tf.TensorSpec((128, 32, 32, 3)), tf.TensorSpec((128, 32, 32, 1))]
+        loss = "mse"
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True)
+    """,
+    "dropout and attention": """
+        inputs = keras.Input((32, 64))
+        x = inputs
+        for _ in range(3):
+            y = keras.layers.LayerNormalization()(x)
+            y = keras.layers.MultiHeadAttention(4, 16, dropout=0.2)(y, y)
+            x = x + keras.layers.Dropout(0.2)(y)
+            y = keras.layers.Dense(256, activation="gelu")(keras.layers.LayerNormalization()(x))
+            x = x + keras.layers.Dropout(0.2)(keras.layers.Dense(64)(y))
+        model = keras.Model(inputs, keras.layers.Dense(5)(x))
+        specs = [tf.TensorSpec((64, 32, 64)), tf.TensorSpec((64, 32, 5))]
+        loss = "mae"
+        optimizer = keras.optimizers.AdamW(1e-3, global_clipnorm=1.0)
+    """,
+    "regularizers, clipping and two outputs": """
+        class Twin(keras.Model):
+            def __init__(self):
+                super().__init__()
+                penalty = keras.regularizers.L2(1e-2)
+                self.body = [
+                    keras.layers.Dense(256, activation="tanh", kernel_regularizer=penalty)
+                    for _ in range(4)
+                ]
+                self.a = keras.layers.Dense(3, activity_regularizer="l1")
+                self.b = keras.layers.Dense(1)
+            def call(self, inputs, training=None):
+                x = inputs["left"] - inputs["right"]
+                for layer in self.body:
+                    x = layer(x) + x
+                self.add_loss(1e-3 * tf.reduce_mean(tf.square(x)))
+                return {"a": self.a(x), "b": self.b(x)}
+        model = Twin()
+        leaf = tf.TensorSpec((4096, 256))
+        specs = [
+            {"left": leaf, "right": leaf},
+            {"a": tf.TensorSpec((4096, 3)), "b": tf.TensorSpec((4096, 1))},
+        ]
+        model(batches(specs[0], 1)[0])
+        loss = {"a": "mse", "b": "mae"}
+        optimizer = keras.optimizers.RMSprop(1e-3, clipnorm=0.5, use_ema=True)
+    """,
+}
+
+
+@pytest.mark.parametrize("name", _MODELS)
+def test_same_bits_as_keras_in_less_memory(name: str) -> None:
+    """Losses, predictions, weights, slots, averages and seeds after 3 steps."""
+    found = run(
+        "exact(); keras.utils.set_random_seed(1)\n"
+        + dedent(_MODELS[name])
+        + """
+step = remat.compile(model, loss, optimizer, *specs, budget=0.7)
+start = state(model, optimizer)
+data = list(zip(batches(specs[0], 3), batches(specs[1], 3, seed=1)))
+run = lambda: results.append(train(step, data))
+results = []
+measured = peak_of(run)
+ours = results[0], state(model, optimizer)
+
+put_back(model, optimizer, start)
+model.compile(optimizer=optimizer, loss=loss, jit_compile=False)
+losses = [model.train_on_batch(x, y) for x, y in data]
+theirs = state(model, optimizer)
+answer(
+    weights=same(ours[1], theirs[: len(ours[1])]),
+    moved=not same(start, ours[1]),
+    budget=step.budget, measured=measured, predicted=step.plan.peak,
+    plain=step.plain_peak, recomputed=len(step.plan.schedule) - len(set(step.plan.schedule)),
+)
+""",
+        EXACT,
+    )
+    assert found["weights"]
+    assert found["moved"]
+    assert found["recomputed"] > 0
+    assert found["measured"] <= found["budget"] < found["plain"]
+    assert abs(found["predicted"] / found["measured"] - 1) < 0.05
+
+
+def test_same_predictions_and_losses_as_the_plain_step() -> None:
+    found = run(
+        "exact(); keras.utils.set_random_seed(1)\n"
+        + dedent(_MODELS["batchnorm"])
+        + """
+step = remat.compile(model, loss, optimizer, *specs, budget=0.6)
+start = state(model, optimizer)
+data = list(zip(batches(specs[0], 3), batches(specs[1], 3, seed=1)))
+ours = train(step, data)
+
+@tf.function(autograph=False)
+def plain(x, y):
+    with tf.GradientTape() as tape:
+        predictions = model(x, training=True)
+        value = loss(y, predictions)
+    gradients = tape.gradient(value, model.trainable_variables)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+    return predictions, value
+
+put_back(model, optimizer, start)
+theirs = train(plain, data)
+answer(same=same(ours, theirs), losses=[float(r[1]) for r in ours])
+""",
+        EXACT,
+    )
+    assert found["same"]
+    assert len(set(found["losses"])) == 3
+
+
+def test_trains_under_a_hard_limit_that_the_plain_step_cannot_meet() -> None:
+    body = (
+        dedent(_MODELS["batchnorm"]).replace("(64", "(256")
+        + """
+data = list(zip(batches(specs[0], 5), batches(specs[1], 5, seed=1)))
+"""
+    )
+    limited = {**COUNTED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": "140"}
+    found = run(
+        body
+        + """
+step = remat.compile(model, loss, optimizer, *specs, budget="140MiB")
+measured = peak_of(lambda: train(step, data))
+answer(measured=measured, plain=step.plain_peak, budget=step.budget)
+""",
+        limited,
+    )
+    assert found["measured"] <= found["budget"] == 140 * 2**20
+    assert found["plain"] > 1.2 * found["budget"]
+
+
+def test_sample_weights_plan_a_second_step() -> None:
+    found = run(
+        "exact(); keras.utils.set_random_seed(1)\n"
+        + dedent(_MODELS["batchnorm"])
+        + """
+step = remat.compile(model, loss, optimizer, *specs, budget=0.8)
+x, y = batches(specs[0], 1)[0], batches(specs[1], 1)[0]
+weights = np.linspace(0, 1, 64, dtype="float32")
+start = state(model, optimizer)
+_, value = step(x, y, weights)
+ours = state(model, optimizer)
+put_back(model, optimizer, start)
+model.compile(optimizer=optimizer, loss=loss, jit_compile=False)
+model.train_on_batch(x, y, sample_weight=weights)
+answer(same=same(ours, state(model, optimizer)[: len(ours)]), moved=not same(start, ours))
+""",
+        EXACT,
+    )
+    assert found["same"]
+    assert found["moved"]
+
+
+def test_a_saved_plan_gives_the_same_step(tmp_path: object) -> None:
+    path = f"{tmp_path}/model.plan.json"
+    make = "keras.utils.set_random_seed(1)\n" + dedent(_MODELS["batchnorm"])
+    first = run(
+        make
+        + f"""
+step = remat.compile(model, loss, optimizer, *specs, budget=0.6)
+step.plan.save({path!r})
+answer(schedule=step.plan.schedule, budget=step.budget)
+""",
+        COUNTED,
+    )
+    second = run(
+        make
+        + f"""
+plan = remat.Plan.load({path!r})
+step = remat.compile(model, loss, optimizer, *specs, budget={first["budget"]}, plan=plan)
+data = list(zip(batches(specs[0], 2), batches(specs[1], 2, seed=1)))
+measured = peak_of(lambda: train(step, data))
+try:
+    remat.compile(model, loss, "sgd", *specs, budget={first["budget"]}, plan=plan)
+    error = None
+except remat.PlanError as caught:
+    error = str(caught)
+answer(schedule=step.plan.schedule, measured=measured, error=error)
+""",
+        COUNTED,
+    )
+    assert second["schedule"] == first["schedule"]
+    assert second["measured"] <= first["budget"]
+    assert "another step" in second["error"]
+
+
+_BAD_INPUT = {
+    "budget of zero": ("budget=0", "ValueError", "above 0"),
+    "budget below the weights": ("budget=20_000", "InfeasibleBudgetError", "proven floor"),
+    "budget above one": ("budget=1.5", "ValueError", "not in (0, 1]"),
+    "unknown solver": ('budget=0.7, solver="magic"', "ValueError", "magic"),
+    "unknown device": ('budget=0.7, profile="abacus"', "UnknownDeviceError", "abacus"),
+}
+
+
+def test_bad_input_gives_one_clear_error() -> None:
+    calls = {name: call for name, (call, _, _) in _BAD_INPUT.items()}
+    found = run(
+        dedent(_MODELS["batchnorm"])
+        + f"""
+calls = {calls!r}
+found = {{}}
+def attempt(name, make):
+    try:
+        make()
+        found[name] = ["nothing", ""]
+    except Exception as error:
+        found[name] = [type(error).__name__, str(error)]
+for name, call in calls.items():
+    options = eval("dict(" + call + ")")
+    attempt(name, lambda: remat.compile(model, loss, optimizer, *specs, **options))
+unknown = [tf.TensorSpec((None, 32, 32, 3)), specs[1]]
+attempt("unknown batch", lambda: remat.compile(model, loss, optimizer, *unknown))
+wrong = [tf.TensorSpec((32, 7)), specs[1]]
+attempt("wrong specs", lambda: remat.compile(model, loss, optimizer, *wrong))
+unbuilt = keras.Sequential([keras.layers.Dense(1)])
+attempt("unbuilt", lambda: remat.compile(unbuilt, loss, optimizer, *specs))
+attempt("not a model", lambda: remat.compile(len, loss, optimizer, *specs))
+attempt("no spec", lambda: remat.compile(model, loss, optimizer, None, specs[1]))
+step = remat.compile(model, loss, optimizer, *specs, budget=0.9)
+attempt("another batch", lambda: step(np.zeros((8, 32, 32, 3), "f"), np.zeros(8, "i")))
+answer(found=found)
+""",
+        COUNTED,
+    )["found"]
+    for name, (_, kind, words) in _BAD_INPUT.items():
+        assert found[name][0] == kind, (name, found[name])
+        assert words in found[name][1], (name, found[name])
+    assert found["unknown batch"][0] == "ValueError"
+    assert "the batch included" in found["unknown batch"][1]
+    assert found["wrong specs"][0] == "ValueError"
+    assert found["unbuilt"][0] == "ValueError"
+    assert "not built" in found["unbuilt"][1]
+    assert found["not a model"][0] == "TypeError"
+    assert found["no spec"][0] == "TypeError"
+    assert found["another batch"][0] == "ValueError"
+    assert "(64, 32, 32, 3)" in found["another batch"][1]
+
+
+def test_another_backend_is_refused() -> None:
+    found = run(
+        """
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+try:
+    remat.compile(model, "mse", "sgd", tf.TensorSpec((2, 4)), tf.TensorSpec((2, 1)))
+    error = None
+except ValueError as caught:
+    error = str(caught)
+answer(error=error)
+""",
+        {"KERAS_BACKEND": "numpy"},
+    )
+    assert "KERAS_BACKEND=tensorflow" in found["error"]
+
+
+def test_importing_remat_does_not_import_tensorflow() -> None:
+    found = run(
+        """
+import subprocess, sys
+code = "import sys, remat, remat.solvers; remat.solvers.solve; print('tensorflow' in sys.modules)"
+answer(loaded=subprocess.check_output([sys.executable, "-c", code], text=True).strip())
+""",
+        {},
+    )
+    assert found["loaded"] == "False"
