@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 _DESCRIPTION = """\
 Trace one training step of a Keras model, price its operations and write the
@@ -103,13 +104,11 @@ def _shape(text: str, option: str) -> tuple[int, ...]:
     except ValueError:
         shape = ()
     if not shape or min(shape) < 1:
-        raise ValueError(
-            f"{option} {text!r} is not a shape; write whole numbers, as in 16,224,224,3"
-        )
+        raise ValueError(f"{option} {text!r} is not a shape; write it as in 16,224,224,3")
     return shape
 
 
-def _dtype(name: str) -> object:
+def _dtype(name: str) -> Any:
     import tensorflow as tf
 
     try:
@@ -118,7 +117,7 @@ def _dtype(name: str) -> object:
         raise ValueError(f"{name!r} is not a dtype; write float32 or int32, for instance") from None
 
 
-def _model(name: str, shape: tuple[int, ...]) -> object:
+def _model(name: str, shape: tuple[int, ...]) -> Any:
     """A saved model, or one of Keras's own architectures with new weights."""
     import keras
 

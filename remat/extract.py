@@ -437,12 +437,13 @@ def _extra(
             if root[0] in inside or root == donated:
                 references[root] = references.get(root, 0) + 1
     buffer: dict[Tensor, Tensor] = {} if donated is None else {donated: donated}
+    taken: Tensor | None
     live = peak = 0
     for index in members:
         op = ops[index]
         roots = [buffer.get(heavy.root[source]) for source in op.inputs]
         for output, size in enumerate(op.bytes):
-            tensor = (index, output)
+            tensor: Tensor = (index, output)
             candidates = [roots[slot] for slot in op.forwards] if output == 0 else []
             taken = next(
                 (
@@ -461,12 +462,12 @@ def _extra(
                 buffer[tensor] = taken
                 references[taken] += references.get(tensor, 0)
         peak = max(peak, live + workspace.get(index, 0))
-        for root in roots:
-            if root is None:
+        for read in roots:
+            if read is None:
                 continue
-            references[root] -= 1
-            if references[root] == 0:
-                live -= ops[root[0]].bytes[root[1]]
+            references[read] -= 1
+            if references[read] == 0:
+                live -= ops[read[0]].bytes[read[1]]
         for output, size in enumerate(op.bytes):
             if buffer[index, output] == (index, output) and not references.get((index, output)):
                 live -= size

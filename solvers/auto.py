@@ -17,7 +17,7 @@ from itertools import count
 
 from .anneal import anneal_once
 from .gap_cover import lower_bound
-from .keep import check_options
+from .best import check_options
 from .method import Monitor, Outcome, Problem
 from .moments import refine
 from .schedule import Schedule, simulate
