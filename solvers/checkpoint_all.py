@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .keep import best_schedule, check_options
+from .best import best_schedule, check_options
 from .method import Monitor, Outcome, Problem
 from .order import memory_order
 from .schedule import Schedule

@@ -29,7 +29,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from .keep import Training, best_schedule, check_options, keep, segment_sizes, trainings
+from .best import best_schedule, check_options
+from .keep import Training, keep, segment_sizes, trainings
 from .method import Monitor, Outcome, Problem
 from .schedule import Schedule
 

@@ -39,8 +39,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from .best import best_schedule, check_options
 from .graph import Graph
-from .keep import Training, best_schedule, check_options, keep, segment_sizes, trainings
+from .keep import Training, keep, segment_sizes, trainings
 from .method import Monitor, Outcome, Problem
 from .schedule import Schedule
 
@@ -260,4 +261,3 @@ def _components(graph: Graph, nodes: Sequence[int]) -> list[list[int]]:
     for node in nodes:
         parts[component[node]].append(node)
     return parts
-

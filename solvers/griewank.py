@@ -36,7 +36,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from .keep import Training, best_schedule, check_options, dearest_cost, derive, trainings
+from .best import best_schedule, check_options, dearest_cost
+from .keep import Training, derive, trainings
 from .method import Monitor, Outcome, Problem
 from .schedule import Schedule, simulate
 

@@ -19,12 +19,10 @@ its last use, so the result is always legal.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from .graph import Graph
-from .method import Monitor, Outcome, Problem
 from .order import memory_order
 from .schedule import Schedule, simulate
 
@@ -71,14 +69,6 @@ def trainings(graph: Graph) -> Iterator[Training]:
     order = memory_order(graph)
     if order != given:
         yield training(graph, order)
-
-
-def last_stages(graph: Graph) -> list[int]:
-    """For each node, the last node of the given order before whose first run it may still run."""
-    last = [len(graph) if node.recomputable else i for i, node in enumerate(graph.nodes)]
-    for reader, writer in graph.order:
-        last[reader] = min(last[reader], writer)
-    return last
 
 
 def segment_sizes(training: Training) -> Iterator[float]:
@@ -170,88 +160,3 @@ def derive(training: Training, segment: Sequence[int], keeps: Keeps) -> Schedule
         for reader in overwritten_by[node]:
             fixed[reader] = True
     return tuple(schedule)
-
-
-class Best:
-    """The best of the schedules offered that does what the problem asks.
-
-    Attributes:
-      schedule: the cheapest (or the one of least peak) within the budget and
-        ``max_overhead``, or None.
-      least_peak: of those within ``max_overhead``, in bytes.
-      offered: how many schedules there were.
-      done: whether none can be cheaper, as nothing is computed again.
-    """
-
-    def __init__(self, problem: Problem, monitor: Monitor) -> None:
-        self.schedule: Schedule | None = None
-        self.least_peak = math.inf
-        self.offered = 0
-        self.done = False
-        self._problem, self._monitor = problem, monitor
-        self._key = (math.inf, math.inf)
-
-    def offer(self, schedule: Schedule) -> None:
-        """Judges a schedule, and reports it if it is the best so far."""
-        problem = self._problem
-        result = simulate(problem.graph, schedule)
-        self.offered += 1
-        if result.cost > dearest_cost(problem):
-            return
-        self.least_peak = min(self.least_peak, result.peak)
-        key: tuple[float, float] = (result.cost, result.peak)
-        if problem.minimize == "peak":
-            key = (result.peak, result.cost)
-        if result.peak <= problem.budget and key < self._key:
-            self.schedule, self._key = schedule, key
-            self.done = problem.minimize == "cost" and len(schedule) == len(problem.graph)
-            self._monitor.found(schedule)
-
-    def outcome(self) -> Outcome:
-        """The outcome; without a schedule it says why not."""
-        if self.schedule is not None:
-            return Outcome(self.schedule, message=f"best of {self.offered} schedules")
-        if not self.offered:
-            return Outcome(None, message="no schedule was found in time")
-        if self.least_peak == math.inf:
-            return Outcome(None, message=f"none of {self.offered} schedules keeps max_overhead")
-        return Outcome(
-            None,
-            message=f"the least peak of {self.offered} schedules is {self.least_peak} bytes, "
-            f"over the budget of {self._problem.budget} bytes",
-        )
-
-
-def best_schedule(
-    problem: Problem, monitor: Monitor, schedules: Iterable[Schedule | None]
-) -> Outcome:
-    """The best of some schedules; None is passed over.
-
-    Judges them one by one until nothing better can come or the monitor says stop.
-    """
-    best = Best(problem, monitor)
-    for schedule in schedules:
-        if schedule is not None:
-            best.offer(schedule)
-        if best.done or monitor.should_stop():
-            break
-    return best.outcome()
-
-
-def dearest_cost(problem: Problem) -> float:
-    """Seconds that ``max_overhead`` allows a schedule to take."""
-    if problem.max_overhead is None:
-        return math.inf
-    return (1 + problem.max_overhead) * problem.graph.cost
-
-
-def check_options(problem: Problem, *known: str) -> None:
-    """Refuses options that the method does not have.
-
-    Raises:
-      ValueError: naming the first of them and those that there are.
-    """
-    for name in problem.options:
-        if name not in known:
-            there = f"its options are {', '.join(known)}" if known else "it has none"
-            raise ValueError(f"the solver has no option {name!r}; {there}")

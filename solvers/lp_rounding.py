@@ -27,11 +27,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from .best import Best, check_options
 from .checkmate import formulate
 from .graph import Graph
-from .keep import Best, check_options, last_stages
 from .method import Monitor, Outcome, Problem
 from .mip import solve_mip
+from .order import last_stages
 from .schedule import Schedule
 
 _DRAWS = 20  # randomised roundings of one solution

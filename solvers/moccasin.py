@@ -51,8 +51,10 @@ from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
-from .keep import Best, check_options, last_stages
+from .best import Best, check_options
+from .floor import memory_floor
 from .method import Monitor, Outcome, Problem
+from .order import last_stages
 from .schedule import simulate
 
 _UNITS = 10**7  # what the budget, and the cost of running every node once, are counted in
@@ -79,8 +81,8 @@ def moccasin(problem: Problem, monitor: Monitor) -> Outcome:
         raise ModuleNotFoundError(
             'the solver "moccasin" needs OR-tools: pip install "remat-tf[moccasin]"'
         ) from None
-    if problem.budget < problem.graph.resident:
-        return Outcome(None, message="what is resident is over the budget")
+    if problem.budget < memory_floor(problem.graph)[0]:
+        return Outcome(None, infeasible=True, message="one node's run alone is over the budget")
     model = _build(cp_model, problem, copies)
     best = Best(problem, monitor)
     search = _Search(cp_model, model, problem, monitor, best)

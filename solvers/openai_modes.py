@@ -27,9 +27,10 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from .best import best_schedule, check_options
 from .chen import articulation_points
 from .graph import Graph
-from .keep import Training, best_schedule, check_options, keep, trainings
+from .keep import Training, keep, trainings
 from .method import Monitor, Outcome, Problem
 from .schedule import Schedule
 

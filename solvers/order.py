@@ -41,6 +41,14 @@ def memory_order(graph: Graph) -> Schedule:
     return min([given, *found], key=lambda schedule: simulate(graph, schedule).peak)
 
 
+def last_stages(graph: Graph) -> list[int]:
+    """For each node, the last node of the given order before whose first run it may still run."""
+    last = [len(graph) if node.recomputable else i for i, node in enumerate(graph.nodes)]
+    for reader, writer in graph.order:
+        last[reader] = min(last[reader], writer)
+    return last
+
+
 def _list_schedule(graph: Graph, window: int, lookahead: int) -> Schedule:
     state = _State(graph)
     # Sources wait until just before the first node that reads them.
