@@ -1,0 +1,265 @@
+"""What the experiments' processes do: ``python -m experiments.child TASK RESULT.json``.
+
+``experiments.process`` starts it, with the allocator's settings in the
+environment.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import remat
+from remat.solvers.graph import write_json
+
+from .models import CASES, Case
+from .process import Task
+
+_DEVICE = "CPU:0"
+_HOPELESS = 1 << 20  # bytes; a budget that nothing fits
+_WARM_UP = 1
+_ALTERNATIONS = 5
+
+StepFunction = Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
+
+
+class Training:
+    """A network with its optimizer, as its user has them before the first step."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.model = case.model()
+        self.loss = case.loss()
+        self.optimizer = case.optimizer()
+        self.optimizer.build(self.model.trainable_variables)
+
+    def plain_step(self) -> StepFunction:
+        """The training step as a user of TensorFlow writes it."""
+
+        @tf.function(jit_compile=False)
+        def step(inputs: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            with tf.GradientTape() as tape:
+                predictions = self.model(inputs, training=True)
+                loss = tf.add_n([self.loss(labels, predictions), *self.model.losses])
+            weights = self.model.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+            return predictions, loss
+
+        return step
+
+    def compiled(self, budget: int, plan: str | None = None) -> remat.Step:
+        """The same step by remat."""
+        return remat.compile(
+            self.model,
+            self.loss,
+            self.optimizer,
+            *self.case.specs(),
+            budget=budget,
+            plan=None if plan is None else remat.Plan.load(plan),
+        )
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Everything a step changes: weights, averages, seeds, optimizer slots."""
+        variables = [*self.model.variables, *self.optimizer.variables]
+        return {f"{i} {variable.path}": np.array(variable) for i, variable in enumerate(variables)}
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """Puts a state back."""
+        variables = [*self.model.variables, *self.optimizer.variables]
+        for variable, value in zip(variables, state.values(), strict=True):
+            variable.assign(value)
+
+
+def train(step: StepFunction, batches: Iterable[tuple[tf.Tensor, tf.Tensor]]) -> dict[str, Any]:
+    """Trains as a user's loop does.
+
+    Returns:
+      ``peak`` (bytes that the allocator counted over all steps, the batch
+      included), and for each step its ``step_seconds`` and ``losses``.
+    """
+    peak, seconds, losses = 0, [], []
+    tf.config.experimental.reset_memory_stats(_DEVICE)
+    for inputs, labels in batches:
+        started = time.perf_counter()
+        _, loss = step(inputs, labels)
+        losses.append(float(loss))
+        seconds.append(time.perf_counter() - started)
+        # remat's own check resets the counter; the highest reading counts.
+        peak = max(peak, _memory()["peak"])
+    return {"peak": peak, "step_seconds": seconds, "losses": losses}
+
+
+def plain(task: Task) -> dict[str, Any]:
+    """Peak of the plain step."""
+    training = Training(CASES[task.model])
+    resident = _memory()["current"]
+    result = train(training.plain_step(), training.case.batches(task.steps))
+    return {"resident": resident, **result}
+
+
+def budgeted(task: Task) -> dict[str, Any]:
+    """Compiles for a budget and trains inside it; writes the plan."""
+    assert task.budget is not None
+    assert task.plan is not None
+    training = Training(CASES[task.model])
+    before = _host_peak()
+    started = time.perf_counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        step = training.compiled(task.budget)
+        compile_seconds = time.perf_counter() - started
+        after = _host_peak()
+        result = train(step, training.case.batches(task.steps))
+    step.plan.save(task.plan)
+    return {
+        "predicted": step.plan.peak,
+        "plain_predicted": step.plain_peak,
+        "overhead": step.plan.overhead,
+        "gap": step.plan.gap,
+        "solver_status": step.plan.status,
+        "stage_seconds": step.seconds,
+        "compile_seconds": compile_seconds + result["step_seconds"][0],
+        "host_before": before,
+        "host_after_compile": after,
+        "host_peak": _host_peak(),
+        "solver_host_peak": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
+        "warnings": [str(warning.message) for warning in caught],
+        **result,
+    }
+
+
+def floor(task: Task) -> dict[str, Any]:
+    """What remat knows about the least budget, asked for a hopeless one."""
+    training = Training(CASES[task.model])
+    training.compiled(_HOPELESS)
+    raise AssertionError(f"{task.model} trains within {_HOPELESS} bytes")
+
+
+def timed(task: Task) -> dict[str, Any]:
+    """Seconds a step, plain and lowered by turns, from the same state.
+
+    Lowered is the task's plan, or without one the step with no recomputation.
+    There is memory enough for either.
+    """
+    assert task.budget is not None
+    training = Training(CASES[task.model])
+    start = training.state()
+    steps: dict[str, StepFunction] = {"plain": training.plain_step()}
+    lowered = training.compiled(task.budget, task.plan)
+    steps["lowered"] = lowered
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    ((inputs, labels),) = training.case.batches(1)
+    for turn in range(_WARM_UP + _ALTERNATIONS):
+        names = list(steps) if turn % 2 else list(steps)[::-1]
+        for name in names:
+            training.restore(start)
+            started = time.perf_counter()
+            _, loss = steps[name](inputs, labels)
+            float(loss)
+            if turn >= _WARM_UP:
+                seconds[name].append(time.perf_counter() - started)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    schedule = lowered.plan.schedule
+    return {
+        "ratio": medians["lowered"] / medians["plain"],
+        "plain_seconds": seconds["plain"],
+        "lowered_seconds": seconds["lowered"],
+        "recomputations": len(schedule) - len(set(schedule)),
+    }
+
+
+def compared(task: Task) -> dict[str, Any]:
+    """Largest differences after some steps: remat's to plain, plain's to itself."""
+    assert task.budget is not None
+    if task.exact:
+        tf.config.experimental.enable_op_determinism()
+    training = Training(CASES[task.model])
+    start = training.state()
+    plain_step = training.plain_step()
+
+    def trained(step: StepFunction) -> dict[str, np.ndarray]:
+        training.restore(start)
+        results = {}
+        for number, (inputs, labels) in enumerate(training.case.batches(task.steps)):
+            predictions, loss = step(inputs, labels)
+            results[f"predictions of step {number}"] = np.array(predictions)
+            results[f"loss of step {number}"] = np.array(loss)
+        return {**training.state(), **results}
+
+    reference = trained(plain_step)
+    again = trained(plain_step)
+    training.restore(start)
+    step = training.compiled(task.budget)
+    ours = trained(step)
+    return {
+        "remat": _differences(reference, ours),
+        "plain": _differences(reference, again),
+        "compared": len(reference),
+        "overhead": step.plan.overhead,
+    }
+
+
+def _differences(
+    reference: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    """How many arrays differ in any bit, and the largest relative difference.
+
+    Relative is the largest absolute difference in an array over the largest
+    absolute value in it.
+    """
+    differing = [name for name in reference if reference[name].tobytes() != other[name].tobytes()]
+    largest, where = 0.0, ""
+    for name in differing:
+        one, two = reference[name].astype(np.float64), other[name].astype(np.float64)
+        relative = float(np.max(np.abs(one - two)) / np.max(np.abs(one)))
+        if not math.isfinite(relative):
+            raise ValueError(f"{name} is not finite, or zero where the other is not")
+        if relative > largest:
+            largest, where = relative, name
+    return {"differing": len(differing), "largest": largest, "where": where}
+
+
+def _memory() -> dict[str, int]:
+    return tf.config.experimental.get_memory_info(_DEVICE)
+
+
+def _host_peak() -> int:
+    """Most bytes of real memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+KINDS: dict[str, Callable[[Task], dict[str, Any]]] = {
+    function.__name__: function for function in (plain, budgeted, floor, timed, compared)
+}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs one task and writes what it found."""
+    task = Task(**json.loads(arguments[0]))
+    try:
+        result = KINDS[task.kind](task)
+    except remat.InfeasibleBudgetError as error:
+        result = {
+            "status": "infeasible",
+            "message": str(error),
+            "proven": error.proven,
+            "floor": error.floor,
+            "floor_nodes": list(error.floor_nodes),
+            "least_budget": error.least_budget,
+        }
+    write_json(result, Path(arguments[1]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,422 @@
+"""Does it hold what it promises?  Real networks inside real limits.
+
+    python -m experiments.measured_step                      the whole table (an hour or two)
+    python -m experiments.measured_step --exact              and bit for bit
+    python -m experiments.measured_step --models UNet --budgets 0.5
+
+For each network the peak of the plain step is measured in several processes;
+the budgets are shares of their median.  Then, each in a process of its own:
+
+budgeted   remat compiles the step for the budget, under a hard limit of the
+           allocator equal to it, and trains some steps: the peak as predicted
+           and as measured, the seconds that compiling took
+timed      plain and lowered steps by turns in one process, without the limit
+           (in which the plain one does not fit); and once the step lowered
+           with no recomputation at all, against the plain one
+compared   weights, optimizer slots, averages, losses and predictions after
+           some Adam steps, against the plain step: as users run, and with
+           --exact in the setting in which TensorFlow agrees with itself
+
+"least" is the least budget that was found to work: what remat names when it
+is asked for a hopeless one, then upwards until it compiles and trains.
+
+Each result is written to its own file once it is there, so a run that was
+killed goes on where it stopped; delete a file to measure it again.  A process
+that breaks down is a row of the table, never left out.  TensorFlow counts
+bytes on the CPU only in the allocator that it uses on GPUs; that is switched
+on for every process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import importlib.metadata
+import json
+import os
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from remat.solvers.graph import write_json
+
+from .models import CASES, LARGE, TRAINED
+from .process import Task, run
+from .solver_quality import machine
+
+_MIB = 2**20
+_BUDGETS = ("0.7", "0.5", "0.35", "least")
+_LARGE_BUDGET = "0.5"
+_TIMEOUT = 1800.0  # seconds
+_SEARCH_STEP = 1.02  # upwards, for the least budget
+_SEARCHES = 6
+
+# What the project set out to show: medians over the networks.
+_OVERHEAD_TARGETS = {"0.7": 0.04, "0.5": 0.10, "0.35": 0.18}
+_PREDICTION_TARGET = 0.05
+_LOWERING_TARGET = 1.02
+_DIFFERENCE_TARGET = 1e-5
+_COMPILE_TARGETS = {**dict.fromkeys(TRAINED, 60.0), **dict.fromkeys(LARGE, 180.0)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One network within one budget.  Bytes, seconds; None where there is none.
+
+    Attributes:
+      plain_peak: median over processes; plain_spread: largest less smallest.
+      resident_share: of the plain peak.
+      plain_seconds: of one plain step, the median by turns with the lowered one.
+      budget: bytes; budget_share: of the plain peak.
+      status: "done", "infeasible" or "failed".
+      predicted, measured: peak.
+      overhead_predicted, overhead_measured: fractions.
+      lowering: seconds of the step lowered without recomputation / plain.
+      differing: arrays that differ in any bit from the plain step's, in the
+        exact setting, of all those compared.
+      plain_differing: the same for plain steps that are run again.
+      difference: largest relative difference as users run; plain_difference:
+        that of plain steps that are run again.
+      compile_seconds: from the model to the end of the first step.
+      host_peak: real memory of the process, TensorFlow's pool included;
+      host_compile: what compiling added to it; host_solver: of the processes
+        that it started.
+    """
+
+    model: str
+    size: str
+    budget_text: str
+    plain_peak: int | None = None
+    plain_spread: int | None = None
+    resident_share: float | None = None
+    plain_seconds: float | None = None
+    budget: int | None = None
+    budget_share: float | None = None
+    status: str = "failed"
+    predicted: int | None = None
+    measured: int | None = None
+    floor: int | None = None
+    least_known: int | None = None
+    overhead_predicted: float | None = None
+    overhead_measured: float | None = None
+    lowering: float | None = None
+    differing: int | None = None
+    plain_differing: int | None = None
+    difference: float | None = None
+    plain_difference: float | None = None
+    compile_seconds: float | None = None
+    trace_seconds: float | None = None
+    price_seconds: float | None = None
+    solve_seconds: float | None = None
+    lower_seconds: float | None = None
+    check_seconds: float | None = None
+    host_peak: int | None = None
+    host_compile: int | None = None
+    host_solver: int | None = None
+    message: str = ""
+
+
+class Runner:
+    """Runs tasks, or reads what they gave when they ran before."""
+
+    def __init__(self, folder: Path, steps: int, repeats: int) -> None:
+        self.folder = folder
+        self.steps = steps
+        self.repeats = repeats
+        for name in ("results", "logs", "plans"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+
+    def result(self, kind: str, model: str, **options: Any) -> dict[str, Any]:
+        """What the task gives; see ``process.run``."""
+        task = Task(kind, model, steps=self.steps, **options)
+        details = {**options, "steps": self.steps, "size": CASES[model].size}
+        name = "-".join([model, kind, *(f"{key}={value}" for key, value in details.items())])
+        name = re.sub(r"[^\w=.-]", "", name.replace(str(self.folder.resolve()), ""))
+        file = self.folder / "results" / f"{name}.json"
+        if not file.exists():
+            print(f"  {name} ...", end=" ", flush=True)
+            result = run(task, timeout=_TIMEOUT, log=self.folder / "logs" / f"{name}.log")
+            print(f"{result['status']}, {result['seconds']:.0f} s", flush=True)
+            write_json({**result, "task": asdict(task), "date": _today()}, file)
+        return json.loads(file.read_text(encoding="utf-8"))
+
+    def plan_path(self, model: str, budget: int) -> str:
+        """Where the plan for a network and a budget is."""
+        return str((self.folder / "plans" / f"{model}-{budget}.plan.json").resolve())
+
+    def budgeted(self, model: str, mebibytes: int) -> dict[str, Any]:
+        """Compiles and trains within a budget of whole MiB."""
+        budget = mebibytes * _MIB
+        plan = self.plan_path(model, budget)
+        return self.result("budgeted", model, budget=budget, limit_mib=mebibytes, plan=plan)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the experiment; 1 if a process broke down, or took more than its budget."""
+    parser = argparse.ArgumentParser(
+        "python -m experiments.measured_step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--models", nargs="+", choices=CASES, default=[*TRAINED, *LARGE])
+    parser.add_argument(
+        "--budgets",
+        nargs="+",
+        metavar="SHARE",
+        default=_BUDGETS,
+        help='shares of the plain peak in (0, 1], or "least" (default: %(default)s); '
+        f"for {' and '.join(LARGE)} always {_LARGE_BUDGET}, and only compiled and trained",
+    )
+    parser.add_argument("--steps", type=int, default=3, help="Adam steps (default: 3)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="processes for the plain peak (default: 3)"
+    )
+    parser.add_argument("--exact", action="store_true", help="compare bit for bit as well")
+    parser.add_argument("--out", type=Path, default=Path("out/measured_step"), metavar="DIR")
+    asked = parser.parse_args(arguments)
+    for budget in asked.budgets:
+        if budget != "least" and not _is_share(budget):
+            parser.error(f'--budgets: {budget!r} is neither in (0, 1] nor "least"')
+    if asked.steps < 1 or asked.repeats < 1:
+        parser.error("--steps and --repeats must be at least 1")
+
+    for key, value in _machine().items():
+        print(f"{key}: {value}")
+    runner = Runner(asked.out, asked.steps, asked.repeats)
+    rows: list[Row] = []
+    for model in asked.models:
+        print(f"\n{model} ({CASES[model].size})")
+        for budget in [_LARGE_BUDGET] if model in LARGE else asked.budgets:
+            rows.append(_row(runner, model, budget, asked.exact))
+            _save(rows, asked.out / "table.csv")
+    print("\n" + table(rows))
+    print("\n" + targets(rows))
+    print(f"\nsaved: {asked.out / 'table.csv'}; each result: {asked.out / 'results'}")
+    return 1 if any(row.status == "failed" or _over(row) for row in rows) else 0
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return 0 < float(text) <= 1
+    except ValueError:
+        return False
+
+
+def _row(runner: Runner, model: str, budget_text: str, exact: bool) -> Row:
+    """Everything about one network within one budget."""
+    values: dict[str, Any] = {
+        "model": model,
+        "size": CASES[model].size,
+        "budget_text": budget_text,
+    }
+    plain = [runner.result("plain", model, repeat=i) for i in range(runner.repeats)]
+    broken = [result for result in plain if result["status"] != "done"]
+    if broken:
+        return Row(**values, message=f"plain step: {broken[0]['message']}")
+    peak = int(statistics.median(result["peak"] for result in plain))
+    values |= {
+        "plain_peak": peak,
+        "plain_spread": max(r["peak"] for r in plain) - min(r["peak"] for r in plain),
+        "resident_share": plain[0]["resident"] / peak,
+    }
+    if budget_text == "least":
+        mebibytes = _least(runner, model)
+        if isinstance(mebibytes, str):
+            return Row(**values, message=mebibytes)
+    else:
+        mebibytes = int(float(budget_text) * peak / _MIB)
+    budget = mebibytes * _MIB
+    values |= {"budget": budget, "budget_share": budget / peak}
+
+    found = runner.budgeted(model, mebibytes)
+    values["status"] = found["status"]
+    if found["status"] != "done":
+        values |= {"message": found["message"], "floor": found.get("floor")}
+        return Row(**values, least_known=found.get("least_budget"))
+    stages = {f"{stage}_seconds": value for stage, value in found["stage_seconds"].items()}
+    values |= {
+        **{key: value for key, value in stages.items() if key in Row.__dataclass_fields__},
+        "predicted": found["predicted"],
+        "measured": found["peak"],
+        "overhead_predicted": found["overhead"],
+        "compile_seconds": found["compile_seconds"],
+        "host_peak": found["host_peak"],
+        "host_compile": found["host_after_compile"] - found["host_before"],
+        "host_solver": found["solver_host_peak"],
+        "message": "; ".join(found["warnings"]),
+    }
+    if model in LARGE:
+        return Row(**values)
+    return Row(**_behaviour(runner, model, budget, 2 * peak, exact, values))
+
+
+def _behaviour(
+    runner: Runner, model: str, budget: int, ample: int, exact: bool, values: dict[str, Any]
+) -> dict[str, Any]:
+    """Adds time and results, both against the plain step's."""
+    problems = [values["message"]] if values["message"] else []
+
+    def use(what: str, result: Mapping[str, Any], found: Mapping[str, str]) -> None:
+        if result["status"] != "done":
+            problems.append(f"{what}: {result['message']}")
+            values["status"] = "failed"
+            return
+        for name, path in found.items():
+            value: Any = result
+            for key in path.split("."):
+                value = value[key]
+            values[name] = value
+
+    lowering = runner.result("timed", model, budget=ample)
+    use("lowered without recomputation", lowering, {"lowering": "ratio"})
+    timed = runner.result("timed", model, budget=ample, plan=runner.plan_path(model, budget))
+    use("timed", timed, {"overhead_measured": "ratio"})
+    if timed["status"] == "done":
+        values["overhead_measured"] -= 1
+        values["plain_seconds"] = statistics.median(timed["plain_seconds"])
+    use(
+        "compared as users run",
+        runner.result("compared", model, budget=budget),
+        {"difference": "remat.largest", "plain_difference": "plain.largest"},
+    )
+    if exact:
+        use(
+            "compared bit for bit",
+            runner.result("compared", model, budget=budget, exact=True),
+            {"differing": "remat.differing", "plain_differing": "plain.differing"},
+        )
+    return {**values, "message": "; ".join(problems)}
+
+
+def _least(runner: Runner, model: str) -> int | str:
+    """The least budget found to work, in MiB, or what is in the way of finding it."""
+    hopeless = runner.result("floor", model)
+    if hopeless["status"] != "infeasible":
+        return f"least budget: {hopeless['message']}"
+    mebibytes = -(-hopeless["least_budget"] // _MIB)
+    for _ in range(_SEARCHES):
+        found = runner.budgeted(model, mebibytes)
+        if found["status"] != "infeasible":
+            break
+        mebibytes = max(-(-found["least_budget"] // _MIB), int(mebibytes * _SEARCH_STEP) + 1)
+    return mebibytes
+
+
+def table(rows: Iterable[Row]) -> str:
+    """The rows for people."""
+    head = (
+        f"{'':13}{'budget':>13}{'peak, MiB':>19}{'':>9}{'overhead, %':>17}"
+        f"{'lowered':>9}{'differing':>11}{'relative':>10}{'compile':>9}{'host':>7}\n"
+        f"{'':13}{'MiB':>7}{'%':>6}{'predicted':>10}{'measured':>9}{'error %':>9}"
+        f"{'predicted':>10}{'measd':>7}{'/ plain':>9}{'exact':>11}{'as run':>10}{'s':>9}{'MiB':>7}"
+    )
+    lines = [head]
+    last = ""
+    for row in rows:
+        if row.model != last and row.plain_peak is not None:
+            lines.append(
+                f"{row.model} ({row.size}): plain peak {row.plain_peak / _MIB:.0f} MiB "
+                f"(spread {(row.plain_spread or 0) / _MIB:.0f}), "
+                f"resident {100 * (row.resident_share or 0):.0f} %"
+            )
+        last = row.model
+        error = None
+        if row.predicted is not None and row.measured is not None:
+            error = 100 * (row.predicted / row.measured - 1)
+        line = (
+            f"{row.budget_text:>13}{_in(row.budget, _MIB, '7.0f')}"
+            f"{_in(row.budget_share, 0.01, '6.1f')}"
+            f"{_in(row.predicted, _MIB, '10.0f')}{_in(row.measured, _MIB, '9.0f')}"
+            f"{_in(error, 1, '+9.1f')}{_in(row.overhead_predicted, 0.01, '10.1f')}"
+            f"{_in(row.overhead_measured, 0.01, '7.1f')}{_in(row.lowering, 1, '9.3f')}"
+            f"{_in(row.differing, 1, '11.0f')}{_in(row.difference, 1, '10.0e')}"
+            f"{_in(row.compile_seconds, 1, '9.0f')}{_in(row.host_peak, _MIB, '7.0f')}"
+        )
+        verdict = "over budget" if _over(row) else "" if row.status == "done" else row.status
+        lines.append(f"{line}  {verdict}".rstrip())
+        if row.message:
+            lines.append(f"{'':15}{row.message}")
+    return "\n".join(lines)
+
+
+def _in(value: float | None, unit: float, form: str) -> str:
+    if value is None:
+        return f"{'-':>{re.sub('[^0-9].*', '', form.lstrip('+'))}}"
+    return f"{value / unit:{form}}"
+
+
+def _over(row: Row) -> bool:
+    return row.measured is not None and row.budget is not None and row.measured > row.budget
+
+
+def targets(rows: Sequence[Row]) -> str:
+    """What was aimed at, and what came of it."""
+    trained = [row for row in rows if row.status == "done"]
+    within = sum(not _over(row) for row in trained)
+    infeasible = [row for row in rows if row.status == "infeasible"]
+    proven = sum(row.floor is not None and row.floor > (row.budget or 0) for row in infeasible)
+    failed = sum(row.status == "failed" for row in rows)
+    lines = [
+        f"within the budget: {within} of {len(trained)}; infeasible: {len(infeasible)}, "
+        f"{proven} of them proven; broken down: {failed}"
+    ]
+    errors = [
+        abs(row.predicted / row.measured - 1) for row in trained if row.predicted and row.measured
+    ]
+    lines += _verdict("error of the predicted peak", max, errors, _PREDICTION_TARGET, "largest")
+    for text, target in _OVERHEAD_TARGETS.items():
+        own = [row for row in trained if row.budget_text == text]
+        measured = [r.overhead_measured for r in own if r.overhead_measured is not None]
+        lines += _verdict(f"overhead at {text}", statistics.median, measured, target, "median")
+    ratios = {row.model: row.lowering for row in trained if row.lowering is not None}
+    lines += _verdict("lowered / plain", max, list(ratios.values()), _LOWERING_TARGET, "largest")
+    differing = [float(row.differing) for row in trained if row.differing is not None]
+    lines += _verdict("arrays that differ, exact setting", max, differing, 0, "largest")
+    differences = [row.difference for row in trained if row.difference is not None]
+    lines += _verdict(
+        "relative difference as users run", max, differences, _DIFFERENCE_TARGET, "largest"
+    )
+    for models, name in ((TRAINED, "compile, s"), (LARGE, f"compile {', '.join(LARGE)}, s")):
+        seconds = [r.compile_seconds for r in trained if r.model in models and r.compile_seconds]
+        lines += _verdict(name, max, seconds, _COMPILE_TARGETS[models[0]], "largest")
+    return "\n".join(lines)
+
+
+def _verdict(
+    what: str, figure: Any, values: Sequence[float], target: float, name: str
+) -> list[str]:
+    if not values:
+        return []
+    reached = figure(values)
+    verdict = "met" if reached <= target else "MISSED"
+    return [f"{what}: {name} of {len(values)} is {reached:.4g}, target {target:g}: {verdict}"]
+
+
+def _machine() -> dict[str, str | int]:
+    """What the figures depend on."""
+    names = ("tensorflow", "keras")
+    frameworks = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    return {**machine(), "frameworks": frameworks, "date": _today()}
+
+
+def _today() -> str:
+    return datetime.date.today().isoformat()
+
+
+def _save(rows: Sequence[Row], path: Path) -> None:
+    """Writes the rows; the old file stays whole until the new one is."""
+    lines = [{**asdict(row), **_machine()} for row in rows]
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, lines[0])
+        writer.writeheader()
+        writer.writerows(lines)
+    os.replace(temporary, path)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
