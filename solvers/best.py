@@ -49,7 +49,7 @@ class Best:
         if self.schedule is not None:
             return Outcome(self.schedule, message=f"best of {self.offered} schedules")
         if not self.offered:
-            return Outcome(None, message="no schedule was found in time")
+            return Outcome(None, message="it was stopped before it had a schedule")
         if self.least_peak == math.inf:
             return Outcome(None, message=f"none of {self.offered} schedules keeps max_overhead")
         return Outcome(

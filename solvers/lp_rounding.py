@@ -35,6 +35,7 @@ from .mip import solve_mip
 from .order import last_stages
 from .schedule import Schedule
 
+_LARGEST = 2_000_000  # n (n + e) of the graphs whose program is built at all
 _DRAWS = 20  # randomised roundings of one solution
 # The paper's first, then from coarse to fine: time may run out.
 _ALLOWANCES = (0.1, 0.0, 0.2, 0.3, 0.4, 0.5, 0.05, 0.15, 0.25, 0.35, 0.45, 0.025, 0.075, 0.125)
@@ -49,6 +50,9 @@ def lp_rounding(problem: Problem, monitor: Monitor) -> Outcome:
     check_options(problem, "backend")
     if problem.minimize != "cost":
         return Outcome(None, message="lp_rounding minimizes the cost, not the peak")
+    graph = problem.graph
+    if len(graph) * (len(graph) + len(graph.edges)) > _LARGEST:
+        return Outcome(None, message="the graph is too large for Checkmate's program")
     best = Best(problem, monitor)
     random = np.random.default_rng(problem.seed)
 
@@ -56,7 +60,7 @@ def lp_rounding(problem: Problem, monitor: Monitor) -> Outcome:
     for allowance in _ALLOWANCES:
         if allowance >= too_much:
             continue
-        program = formulate(problem.graph, int((1 - allowance) * problem.budget))
+        program = formulate(graph, int((1 - allowance) * problem.budget))
         solution = solve_mip(
             program.formulation.relaxed(),
             time_limit=monitor.remaining(),
@@ -69,9 +73,9 @@ def lp_rounding(problem: Problem, monitor: Monitor) -> Outcome:
             break
         else:
             held = np.where(program.held >= 0, solution.values[program.held], 0.0)
-            best.offer(run_what_must(problem.graph, held > 0.5))
+            best.offer(run_what_must(graph, held > 0.5))
             for draw in random.random((_DRAWS, *held.shape)):
-                best.offer(run_what_must(problem.graph, draw < held))
+                best.offer(run_what_must(graph, draw < held))
         if best.done:
             break
     if too_much == 0.0:

@@ -33,8 +33,9 @@ Objective.  The cost of all intervals that exist.  As in the paper there are
 two phases: the first finds the least memory, and stops as soon as it is within
 the budget; the second starts from there and minimises the cost.
 
-Bytes are counted in units of a 10^7th of the budget, rounded so that what fits
-the model fits the budget.  The model's own bound holds for its order and C
+Bytes are exact unless the sum over time of all bytes could overflow CP-SAT's
+64 bits; then they are counted in larger units, rounded so that what fits the
+model fits the budget.  The model's own bound holds for its order and C
 only, so it is no lower bound for the graph, and none is returned.
 
 Complexity: O(C n) integer variables and O(C^2 e) constraints; the problem is
@@ -57,7 +58,8 @@ from .method import Monitor, Outcome, Problem
 from .order import last_stages
 from .schedule import simulate
 
-_UNITS = 10**7  # what the budget, and the cost of running every node once, are counted in
+_COSTS = 10**7  # units in the cost of running every node once
+_OVERFLOW = 2**60  # bytes x moments that CP-SAT can count with room to spare
 _TICK = 0.05  # seconds between looks at the monitor
 
 
@@ -127,10 +129,10 @@ class _Model:
       start: (variable, value): the solution in which nothing runs twice, but
         for what follows from these.
       intervals: for each node, its retention intervals.
-      memory: the most bytes open at once, in units; no less than ``capacity``
-        if the least cost is wanted.
-      capacity: the budget less the resident bytes, in units.
-      cost: of all runs, in units.
+      memory: the most bytes open at once; no less than ``capacity`` if the
+        least cost is wanted.
+      capacity: the budget less the resident bytes.
+      cost: of all runs.
     """
 
     program: Any
@@ -192,7 +194,8 @@ def _build(cp_model: ModuleType, problem: Problem, copies: int) -> _Model:
             program.add_bool_or(holders).only_enforce_if(reading.flag)
 
     # Memory.
-    unit = max(1, -(-problem.budget // _UNITS))
+    total = sum((node.bytes + node.workspace) * copies for node in nodes)
+    unit = -(-total * end // _OVERFLOW) or 1
     spans, demands = [], []
     for spec, own in zip(nodes, intervals, strict=True):
         for interval in own:
@@ -224,14 +227,14 @@ def _build(cp_model: ModuleType, problem: Problem, copies: int) -> _Model:
         program.add_bool_or(holders)
 
     # Objective.
-    prices = [round(_UNITS * node.cost / (graph.cost or 1.0)) for node in nodes]
+    prices = [round(_COSTS * node.cost / (graph.cost or 1.0)) for node in nodes]
     cost = sum(
         price * interval.flag
         for price, own in zip(prices, intervals, strict=True)
         for interval in own
     )
     if problem.max_overhead is not None:
-        program.add(cost <= int(_UNITS * (1 + problem.max_overhead)))
+        program.add(cost <= int(_COSTS * (1 + problem.max_overhead)))
     return _Model(program, variables, start_from, intervals, memory, capacity, cost)
 
 
@@ -240,7 +243,7 @@ class _Search:
 
     Attributes:
       values: (variable, value) of the last run's solution.
-      memory: the most bytes open at once in the latest solution, in units.
+      memory: the most bytes open at once in the latest solution.
     """
 
     def __init__(
