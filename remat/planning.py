@@ -29,6 +29,10 @@ MARGIN = 0.015
 """Share of the budget left free for what the prediction does not see: small
 host-side tensors and scratch memory that changes from run to run."""
 
+ROOMY = 4
+"""Times the budget that a pool must hold for its end not to matter: then what
+is left over is always more than twice what any operation asks for."""
+
 _TIGHT = 1.02  # a limit up to this share of the budget leaves the pool no room
 _ROUNDS = 6  # solves, at most, until the prediction fits
 
@@ -267,14 +271,16 @@ def _carry_out(prepared: Prepared, plan: Plan, target: int, device: Device) -> P
     """Expands a plan's schedule and predicts what running it takes."""
     events = expand(prepared.extraction, plan.schedule)
     program, workspace = prepared.program, prepared.prices.workspace
-    usage = simulate(program, events, workspace, replace(prepared.pool, limit=None))
+    pool = replace(prepared.pool, growth=device.growth)
+    usage = simulate(program, events, workspace, pool)
     needed = usage.peak
-    if is_tight(device, plan.budget):
-        # The pool cannot outgrow the budget: every chunk must find a place in
-        # it, with ``MARGIN`` to spare.
-        tight = replace(prepared.pool, limit=int(plan.budget * (1 - MARGIN)), growth=device.growth)
+    if device.limit is not None and device.limit < ROOMY * plan.budget:
+        # Every chunk must find a place in a pool that ends, and the end of it
+        # makes chunks larger.  Where the limit is the budget, keep some spare.
+        spare = MARGIN if is_tight(device, plan.budget) else 0
+        limited = replace(pool, limit=int(device.limit * (1 - spare)))
         try:
-            usage = simulate(program, events, workspace, tight)
+            usage = simulate(program, events, workspace, limited)
             needed = usage.peak
         except OutOfMemoryError:
             needed = max(usage.footprint, int(plan.budget * (1 + MARGIN)))

@@ -22,6 +22,7 @@ from .lower import lower
 from .memory import Pool
 from .planning import (
     MARGIN,
+    ROOMY,
     Planned,
     is_tight,
     load_plan,
@@ -247,11 +248,11 @@ class CompiledStep:
         limit = self.device.limit
         if not self.device.growth:
             return
-        if limit is not None and limit < 3 * budget:
+        if limit is not None and limit < ROOMY * budget:
             allocator.claim(self.device, replace(pool, limit=limit).unclaimed())
         elif self.device.name.startswith("CPU"):
-            # Addresses, not memory: enough for the end of the block not to matter.
-            allocator.claim(self.device, 2 * budget)
+            # Addresses, not memory.
+            allocator.claim(self.device, ROOMY * budget)
 
     def _resolve_budget(self, plain_peak: int) -> tuple[int, str]:
         """The budget in bytes, and where the figure comes from."""
