@@ -3,9 +3,10 @@
 The heuristics of the literature choose only which values of the forward pass
 to keep; the functions here derive the schedule.  They work on any DAG:
 
-* The *forward part* of a graph is the nodes without the ``backward`` flag.
-  Where no node has it, it is what runs before the moment of highest memory,
-  so that everything later plays the part of the backward pass.
+* The *forward part* of a graph is the nodes that neither have the ``backward``
+  flag nor need a node that has (as updates do).  Where no node has it, it is
+  what runs before the moment of highest memory, so that everything later plays
+  the part of the backward pass.
 * The forward part is cut into *segments*.  The backward pass works on one at
   a time: a node of it belongs to the latest segment among the values it reads.
 * A forward value that a backward node reads is computed again on demand, with
@@ -51,14 +52,15 @@ class Training:
 
 def training(graph: Graph, order: Schedule) -> Training:
     """Tells the forward part of a graph from the backward part.  O(n + e)."""
+    is_forward: list[bool] = []
     if any(node.backward for node in graph.nodes):
-        is_forward = [not node.backward for node in graph.nodes]
+        for node, inputs in zip(graph.nodes, graph.predecessors, strict=True):
+            is_forward.append(not node.backward and all(is_forward[value] for value in inputs))
     else:
         memory = simulate(graph, order).memory
-        is_forward = [False] * len(graph)
-        for node in order[: memory.index(max(memory))]:
-            is_forward[node] = True
-    forward = tuple(node for node in order if is_forward[node])
+        early = frozenset(order[: memory.index(max(memory))])
+        is_forward.extend(index in early for index in range(len(graph)))
+    forward = tuple(index for index in order if is_forward[index])
     return Training(graph, order, forward, tuple(is_forward))
 
 
