@@ -8,6 +8,7 @@ limit).
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 
@@ -52,6 +53,13 @@ def bytes_in_use(device: Device) -> int:
 def peak_bytes(device: Device) -> int:
     """Most bytes in use since ``reset_peak``."""
     return int(tf.config.experimental.get_memory_info(device.name)["peak"])
+
+
+@functools.cache
+def peak_before_claims(device: Device) -> int:
+    """Peak bytes when this process first planned a step: what shaped the pool
+    before blocks of it were claimed."""
+    return peak_bytes(device)
 
 
 def reset_peak(device: Device) -> None:

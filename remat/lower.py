@@ -40,11 +40,11 @@ def lower(program: Program, events: Sequence[Event]) -> Callable[..., list[tf.Te
         tf.TensorSpec(program.ops[index].shapes[0], program.ops[index].dtypes[0])
         for index in program.inputs
     ]
-    last = next(
-        names[index]
-        for index in reversed(range(len(events)))
-        if program.ops[events[index].op].kind in (Kind.PURE, Kind.ONCE)
-    )
+
+    constants = {
+        index: tf.constant(tf.make_ndarray(program.nodes[index].attr["value"].tensor))
+        for index in program.unfolded
+    }
 
     def body(*arguments: tf.Tensor) -> list[tf.Tensor]:
         graph = tf.compat.v1.get_default_graph()
@@ -54,12 +54,11 @@ def lower(program: Program, events: Sequence[Event]) -> Callable[..., list[tf.Te
         }
         for index, external in program.captures:
             bound[names[newest[index]]] = graph.capture(external)
-        *results, _ = tf.graph_util.import_graph_def(
-            graph_def, input_map=bound, return_elements=[*outputs, last], name=""
+        for index in program.unfolded & newest.keys():
+            bound[names[newest[index]]] = graph.capture(constants[index])
+        return tf.graph_util.import_graph_def(
+            graph_def, input_map=bound, return_elements=outputs, name=""
         )
-        # Nothing runs in a function unless a result or a side effect needs it.
-        graph.experimental_acd_manager = None
-        return results
 
     inner = tf.function(
         body,
@@ -101,7 +100,7 @@ def build_graph(program: Program, events: Sequence[Event]) -> tuple[graph_pb2.Gr
         for attribute in _DROPPED_ATTRIBUTES:
             node.attr.pop(attribute, None)
         del node.input[:]
-        if op.kind is Kind.ARGUMENT:
+        if op.kind is Kind.ARGUMENT or event.op in program.unfolded:
             _as_placeholder(node, op.dtypes[0])
             continue
         node.input.extend(

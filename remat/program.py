@@ -97,6 +97,29 @@ class Program:
         return tuple(map(tuple, lists))
 
     @cached_property
+    def unfolded(self) -> frozenset[int]:
+        """Constants that the lowered function must take as arguments.
+
+        TensorFlow's runtime evaluates operations on constants when a function
+        is made ready, and holds the results for good, up to 10 MB each: what
+        the step would write for a moment (a tile of zeros) becomes resident.
+        """
+        source: dict[int, int] = {}  # operation -> a constant that it depends on
+        found = set()
+        for index, op in enumerate(self.ops):
+            if op.kind is Kind.CONSTANT:
+                source[index] = index
+            elif (
+                op.kind in (Kind.PURE, Kind.ALIAS)
+                and op.inputs
+                and all(producer in source for producer, _ in op.inputs)
+            ):
+                source[index] = source[op.inputs[0][0]]
+                if sum(op.bytes) > _SMALL_CONSTANT:
+                    found.add(source[index])
+        return frozenset(found)
+
+    @cached_property
     def variables(self) -> Mapping[int, tf.TensorSpec]:
         """Shape and dtype of what each captured variable or tensor holds."""
         held = {}

@@ -101,7 +101,7 @@ class CompiledStep:
                 pool = pool_of(
                     program,
                     allocator.bytes_in_use(self.device) - sum(pool.held),
-                    allocator.peak_bytes(self.device),
+                    allocator.peak_before_claims(self.device),
                 )
                 wanted, _ = self._resolve_budget(plain_usage(program, {}, pool).peak)
                 self._claim(pool, wanted)
