@@ -47,9 +47,11 @@ from .floor import Precedence, precedence
 from .graph import Graph
 from .method import Monitor, Outcome, Problem
 from .mip import Builder, Formulation, solve_mip
-from .schedule import Schedule, simulate
+from .schedule import Schedule, ScheduleError, simulate
 
 _GAPS = (1e-3, 1e-4, 0.0)  # relative gaps to solve to: coarse until the schedule fits
+import os
+SH=float(os.environ.get('SH','.2'))
 _MOST = 40  # moments
 
 
@@ -107,7 +109,7 @@ def refine(
         program = formulate(graph, order, budget, moments, bound)
         solution = solve_mip(
             program.formulation,
-            time_limit=min(monitor.remaining(), until - monitor.elapsed()),
+            time_limit=max(1.0, SH * min(monitor.remaining(), until - monitor.elapsed())),
             backend=problem.options.get("backend", "highs"),
             relative_gap=_GAPS[level],
             should_stop=monitor.should_stop,
@@ -117,7 +119,12 @@ def refine(
         if solution.values is None:
             return
         start = decode(graph, program, solution.values)
-        found(start)
+        try:
+            found(start)
+        except ScheduleError:
+            # The program does not order runs within a stage: a value may be wanted
+            # once more after a writer (``Graph.order``) has overwritten its inputs.
+            return
 
 
 def formulate(
