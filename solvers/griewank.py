@@ -27,8 +27,8 @@ gradients read the same state.  So there are two variants, of which the better
 is returned: REVOLVE as it is, which computes that state twice, and with a state
 held from one reversal to the next.
 
-Complexity: O(t) to derive and simulate a schedule of t runs, for about log2(l)
-numbers of stores a variant.
+Complexity: O(t) to derive and simulate a schedule of t runs, for about
+log2(l) + 8 numbers of stores a variant.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from .best import best_schedule, check_options, dearest_cost
 from .keep import Training, derive, trainings
 from .method import Monitor, Outcome, Problem
 from .schedule import Schedule, simulate
+
+_AROUND = 4  # numbers of stores that are tried on either side of the one found
 
 
 def griewank(problem: Problem, monitor: Monitor) -> Outcome:
@@ -146,8 +148,8 @@ def _split(states: int, stores: int) -> int:
 def _search(problem: Problem, training: Training, hold: int) -> Iterator[Schedule]:
     """Schedules on the way to the number of stores that suits the problem best.
 
-    First a store for each state, then bisection: as a rule, though not always,
-    fewer stores have a lower peak and a higher cost.
+    First a store for each state, then bisection: as a rule fewer stores have a
+    lower peak and a higher cost.  Not always, so the numbers around it follow.
     """
     _, _, states = _chain(training)
     low, stores, high = 0, states, states
@@ -164,3 +166,7 @@ def _search(problem: Problem, training: Training, hold: int) -> Iterator[Schedul
                 fewer = result.cost <= dearest_cost(problem)
         low, high = (low, stores - 1) if fewer else (stores + 1, high)
         stores = (low + high) // 2
+    for stores in range(max(0, low - _AROUND), min(states, low + _AROUND + 1)):
+        schedule = reverse(training, stores, hold)
+        if schedule is not None:
+            yield schedule
