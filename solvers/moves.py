@@ -333,15 +333,15 @@ def _place(tables: Tables, state: State, count: int, position: int, step: int) -
     """
     if count > _MOST:
         return False
-    stack = state.stack
+    stack, several = state.stack, False
     for i in range(count - 1, -1, -1):
         event = stack[i, 0]
         low, high = _window(tables, state, event)
         if position < low or position > high or not can_change(state):
             return False
-        move(tables, state, event, position)
+        several = move(tables, state, event, position)
         position += step
-    if count == 1:  # a push leaves every reader its copy
+    if several and count == 1:  # a push leaves every reader its copy
         node = state.event[stack[0, 0], NODE]
         _drop_unread(tables, state, node)
         for i in range(tables.node[node, SOURCES], tables.node[node, SOURCES + 1]):

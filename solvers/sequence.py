@@ -246,16 +246,31 @@ def detach(tables: Tables, state: State, event: int) -> None:
 
 
 @compiled
-def move(tables: Tables, state: State, event: int, position: int) -> None:
-    """Moves an event to a position, counted without the event."""
-    _release(tables, state, event)
-    start = state.event[event, POSITION]
+def move(tables: Tables, state: State, event: int, position: int) -> bool:
+    """Moves an event to a position, counted without the event.
+
+    Returns:
+      Whether copies may be unread now: where other copies of its node or of
+      its inputs exist, reads may have changed.
+    """
+    node, start = state.event[event, NODE], state.event[event, POSITION]
+    several = not is_alone(state, event)
+    for i in range(tables.node[node, SOURCES], tables.node[node, SOURCES + 1]):
+        source = tables.neighbour[i]
+        several = several or state.copies[source, FIRST] != state.copies[source, NEWEST]
+    if several:
+        _release(tables, state, event)
     _log(state, _MOVED, event, start, state.held[start])
     _unlink(state, event)
-    follower = position if position < start else position + 1
-    held = _held_before(tables, state, follower)
-    _move_slot(state, event, position, held + tables.node[state.event[event, NODE], WORK])
-    _settle(tables, state, event)
+    if several:
+        follower = position if position < start else position + 1
+        held = _held_before(tables, state, follower)
+        _move_slot(state, event, position, held + tables.node[node, WORK])
+        _settle(tables, state, event)
+    else:
+        _move_slot(state, event, position, state.held[start])
+        _stretch(tables, state, event, start)
+    return several
 
 
 @compiled
@@ -309,6 +324,46 @@ def _settle(tables: Tables, state: State, event: int) -> None:
         copy = copy_read(state, tables.neighbour[i], position)
         if state.event[state.event[copy, LAST_USE], POSITION] < position:
             _set_last_use(tables, state, copy, event)
+
+
+@compiled
+def _stretch(tables: Tables, state: State, event: int, start: int) -> None:
+    """Adjusts lifetimes to an event that moved from ``start``, without any release:
+    it is the only run of its node, and so are those that it reads."""
+    node, position = state.event[event, NODE], state.event[event, POSITION]
+    later = position > start
+    # The events that it passed; where it stands itself is summed up in ``held``.
+    low, high = (start, position - 1) if later else (position + 1, start)
+    size, held = tables.node[node, SIZE], tables.node[node, WORK]
+    if state.event[event, LAST_USE] == event:
+        held += size
+    else:
+        _add(state, low, high, -size if later else size)
+    for i in range(tables.node[node, SOURCES], tables.node[node, SOURCES + 1]):
+        source = tables.neighbour[i]
+        copy, size = state.copies[source, FIRST], tables.node[source, SIZE]
+        before = use = state.event[copy, LAST_USE]
+        if later and use == event:
+            _add(state, low, high, size)
+        elif later and state.event[use, POSITION] < position:
+            _add(state, _end(tables, state, copy) + 1, high, size)
+            use = event
+        elif not later and use == event:
+            use = last_reader(tables, state, copy, event)
+            if state.event[use, POSITION] < position:
+                use = event
+        if use != before:
+            _log(state, _LAST_USE, copy, before, 0)
+            state.event[copy, LAST_USE] = use
+        if not later and before == event:
+            end = position if use == event else _end(tables, state, copy)
+            _add(state, end + 1, high, -size)
+        if use == event and tables.node[node, FORWARD] != source:
+            held += size
+    held += _held_before(tables, state, position + 1)
+    budget = state.number[BUDGET]
+    state.number[EXCESS] += max(0, held - budget) - max(0, state.held[position] - budget)
+    state.held[position] = held
 
 
 @compiled
