@@ -93,14 +93,24 @@ results = []
 measured = peak_of(run)
 ours = results[0], state(model, optimizer)
 
+from remat.timeline import record
+resident = step.compiled.prepared.pool.resident
+batch = tf.nest.map_structure(tf.constant, data[0])
+asked = now = 0
+for allocation in record(lambda: step(*batch), on_gpu=False):
+    now += allocation.requested
+    asked = max(asked, now)
+
 put_back(model, optimizer, start)
 model.compile(optimizer=optimizer, loss=loss, jit_compile=False)
 losses = [model.train_on_batch(x, y) for x, y in data]
 theirs = state(model, optimizer)
 answer(
     weights=same(ours[1], theirs[: len(ours[1])]),
+    asked=asked,
     moved=not same(start, ours[1]),
-    budget=step.budget, measured=measured, predicted=step.plan.peak,
+    budget=step.budget, measured=measured,
+    predicted=step.compiled.planned.usage.requested_peak - resident,
     plain=step.plain_peak, recomputed=len(step.plan.schedule) - len(set(step.plan.schedule)),
 )
 """,
@@ -110,9 +120,9 @@ answer(
     assert found["moved"]
     assert found["recomputed"] > 0
     assert found["measured"] <= found["budget"] < found["plain"]
-    # Within a few percent for real networks; these are so small that the pool's
-    # first regions (2, 4, 8 MB) weigh in.
-    assert abs(found["predicted"] / found["measured"] - 1) < 0.1
+    # What the operations ask for is predicted all but exactly.  (What the pool
+    # makes of it, in chunks, is too coarse in networks as small as these.)
+    assert abs(found["predicted"] / found["asked"] - 1) < 0.01
 
 
 def test_same_predictions_and_losses_as_the_plain_step() -> None:
