@@ -30,7 +30,14 @@ setup(
     extras_require={
         "moccasin": ["ortools>=9.10"],
         "cluster": ["distributed>=2024.1"],
-        "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11"],
+        "test": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "hypothesis>=6.100",
+            "ruff>=0.6",
+            "mypy>=1.11",
+            "ortools>=9.10",
+        ],
     },
     entry_points={"console_scripts": ["remat=remat.cli:main"]},
 )

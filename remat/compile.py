@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from .planning import StepPlan
 from .price import Profile
 from .solvers import Plan
 from .step import CompiledStep, Options
@@ -19,7 +20,8 @@ class Step:
     Call it with a batch: ``predictions, loss = step(images, labels)``.
 
     Attributes:
-      plan: the schedule and its figures (``summary()``, ``save(path)``).
+      plan: the schedule and its figures (``summary()``, ``plot(path)``,
+        ``save(path)``); a notebook shows it with a picture.
       budget: bytes of the whole allocator.
       measured_peak: peak bytes of the latest measured run, or None where the
         allocator does not count.
@@ -60,7 +62,7 @@ class Step:
         return self._steps.get(False) or self._steps[True]
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         return self.compiled.plan
 
     @property

@@ -8,9 +8,13 @@ budget, and the target is lowered until the prediction fits.
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import html
+import io
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from .allocator import Device
@@ -19,7 +23,7 @@ from .extract import Extraction, expand, extract
 from .memory import Event, OutOfMemoryError, Pool, Usage, simulate
 from .price import Prices, Profile, price
 from .program import Kind, Program, build
-from .solvers import InfeasibleBudgetError, Plan, PlanError, Result, Status, solve
+from .solvers import Graph, InfeasibleBudgetError, Plan, PlanError, Result, Status, solve
 from .solvers import simulate as simulate_schedule
 from .solvers.schedule import ScheduleError
 from .solvers.solving import default_time_limit
@@ -67,6 +71,33 @@ class Prepared:
 
 
 @dataclass(frozen=True)
+class StepPlan(Plan):
+    """A plan that knows its graph, so that it can draw itself."""
+
+    extracted: Graph | None = field(default=None, repr=False, compare=False)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Draws memory over time: plain and planned, budget, recomputations.
+
+        Args:
+          path: file to write (png, svg, pdf), if any.
+
+        Returns:
+          A matplotlib figure; a notebook shows it.
+        """
+        from .plots import plot_plan
+
+        assert self.extracted is not None
+        return plot_plan(self, self.extracted, path)
+
+    def _repr_html_(self) -> str:
+        picture = io.BytesIO()
+        self.plot().savefig(picture, format="png", dpi=100)
+        data = base64.b64encode(picture.getvalue()).decode()
+        return f"<pre>{html.escape(self.summary())}</pre><img src='data:image/png;base64,{data}'>"
+
+
+@dataclass(frozen=True)
 class Planned:
     """A plan and what carries it out.
 
@@ -79,7 +110,7 @@ class Planned:
       needed: predicted bytes that must be within the budget.
     """
 
-    plan: Plan
+    plan: StepPlan
     events: tuple[Event, ...]
     usage: Usage
     target: int
@@ -292,7 +323,11 @@ def _carry_out(prepared: Prepared, plan: Plan, target: int, device: Device) -> P
         "target": target,
         "device": prepared.prices.device,
     }
-    return Planned(replace(plan, peak=usage.peak, details=details), events, usage, target, needed)
+    known = {key.name: getattr(plan, key.name) for key in fields(Plan)}
+    stated = StepPlan(
+        **{**known, "peak": usage.peak, "details": details}, extracted=prepared.extraction.graph
+    )
+    return Planned(stated, events, usage, target, needed)
 
 
 def is_tight(device: Device, budget: int) -> bool:

@@ -161,6 +161,7 @@ def plot_memory(
         ncols=3,
         handlelength=3,
         frameon=False,
+        fontsize="small",
     )
     if path is not None:
         figure.savefig(path, dpi=150)

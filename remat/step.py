@@ -24,6 +24,7 @@ from .planning import (
     MARGIN,
     ROOMY,
     Planned,
+    StepPlan,
     is_tight,
     load_plan,
     make_plan,
@@ -125,7 +126,7 @@ class CompiledStep:
         log.info("%s", self.planned.plan.summary())
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """The plan that runs now."""
         return self.planned.plan
 

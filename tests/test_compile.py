@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -205,7 +206,8 @@ def test_a_saved_plan_gives_the_same_step(tmp_path: object) -> None:
         + f"""
 step = remat.compile(model, loss, optimizer, *specs, budget=0.6)
 step.plan.save({path!r})
-answer(schedule=step.plan.schedule, budget=step.budget)
+step.plan.plot({path!r} + ".png")
+answer(schedule=step.plan.schedule, budget=step.budget, shown="<img" in step.plan._repr_html_())
 """,
         COUNTED,
     )
@@ -226,6 +228,8 @@ answer(schedule=step.plan.schedule, measured=measured, error=error)
         COUNTED,
     )
     assert second["schedule"] == first["schedule"]
+    assert first["shown"]
+    assert Path(f"{path}.png").read_bytes().startswith(b"\x89PNG")
     assert second["measured"] <= first["budget"]
     assert "another step" in second["error"]
 
