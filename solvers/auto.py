@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 from .anneal import anneal_once
-from .gap_cover import lower_bound
 from .best import check_options
+from .gap_cover import lower_bound
 from .method import Monitor, Outcome, Problem
 from .moments import refine
 from .schedule import Schedule, simulate

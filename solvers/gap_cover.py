@@ -45,6 +45,7 @@ from .floor import Precedence, members, pending, precedence
 from .graph import Graph
 from .method import Monitor, Outcome, Problem
 from .mip import Formulation, solve_mip
+from .runner import Runner
 from .schedule import Schedule
 
 REPAIR = 0.1  # first temperature of the annealing that repairs a start
@@ -169,32 +170,17 @@ def decode(graph: Graph, program: GapCover, values: np.ndarray) -> Schedule:
     Just before it is read at the gap's end, or earlier if another value that
     is computed again reads it.
     """
-    dropped: set[int] = set()
-    schedule: list[int] = []
-
-    def run(index: int) -> None:
-        """Runs a node, after the dropped values it needs (depth first)."""
-        stack = [(index, False)]
-        while stack:
-            node, ready = stack.pop()
-            if ready:
-                schedule.append(node)
-            elif node == index or node in dropped:
-                dropped.discard(node)
-                stack.append((node, True))
-                stack += [(s, False) for s in graph.predecessors[node] if s in dropped]
-
+    runner = Runner(graph)
     for index in range(len(graph)):
-        run(index)
+        runner.run(index)
         for value in (index, *graph.predecessors[index]):
             chain = program.chains[value]
             gap = chain.index(index) if index in chain else len(chain)
             if gap + 1 < len(chain) and values[program.column[value] + gap] > 0.5:
-                dropped.add(value)
+                runner.present.discard(value)
     for value in graph.outputs:
-        if value in dropped:
-            run(value)
-    return tuple(schedule)
+        runner.run(value)
+    return tuple(runner.schedule)
 
 
 def _chain(graph: Graph, order: Precedence, index: int) -> tuple[int, ...]:

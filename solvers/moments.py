@@ -25,8 +25,9 @@ Minimise the cost of all R, subject to
   (6) O[k] = 1, unless mk takes over the buffer of its input u: then
       O[k] >= H[u, k + 1] - R[u, k], and O[k] >= R[j, k] - R[u, k] for each
       other consumer j of u: the buffer is free only if nothing reads it later.
-No reader runs in a stage after the one that its writer surely runs in, and
-nothing is run or held after the last stage in which a run could read it.
+  (7) sum of R[w, 0..k] <= sum of R[r, 0..k] and R[r, k] <= 1 - sum of R[w, 0..k-1]
+      for each reader r and its writer w (``Graph.order``).
+Nothing is run or held after the last stage in which a run could read it.
 
 O(K (nodes + edges)) variables and rows.
 
@@ -47,11 +48,10 @@ from .floor import Precedence, precedence
 from .graph import Graph
 from .method import Monitor, Outcome, Problem
 from .mip import Builder, Formulation, solve_mip
-from .schedule import Schedule, ScheduleError, simulate
+from .runner import Runner
+from .schedule import Schedule, simulate
 
 _GAPS = (1e-3, 1e-4, 0.0)  # relative gaps to solve to: coarse until the schedule fits
-import os
-SH=float(os.environ.get('SH','.2'))
 _MOST = 40  # moments
 
 
@@ -109,7 +109,7 @@ def refine(
         program = formulate(graph, order, budget, moments, bound)
         solution = solve_mip(
             program.formulation,
-            time_limit=max(1.0, SH * min(monitor.remaining(), until - monitor.elapsed())),
+            time_limit=min(monitor.remaining(), until - monitor.elapsed()),
             backend=problem.options.get("backend", "highs"),
             relative_gap=_GAPS[level],
             should_stop=monitor.should_stop,
@@ -119,12 +119,7 @@ def refine(
         if solution.values is None:
             return
         start = decode(graph, program, solution.values)
-        try:
-            found(start)
-        except ScheduleError:
-            # The program does not order runs within a stage: a value may be wanted
-            # once more after a writer (``Graph.order``) has overwritten its inputs.
-            return
+        found(start)
 
 
 def formulate(
@@ -176,6 +171,15 @@ def formulate(
         for k in range(end + 2):
             if held[i, k] >= 0:
                 at_most_present(held[i, k], i, k - 1)  # (3)
+    for reader, writer in graph.order:  # (7)
+        for k in range(first[writer], end + 1):
+            last_chance = min(k, last[writer])
+            written = [(1.0, runs[writer, e]) for e in range(first[writer], last_chance + 1)]
+            if k == last_chance and k <= last[reader]:
+                ran = [(-1.0, runs[reader, e]) for e in range(first[reader], k + 1)]
+                builder.constraint([*written, *ran], upper=0.0)
+            if k < final[reader]:
+                builder.constraint([*written, (1.0, runs[reader, k + 1])], upper=1.0)
     for k, moment in enumerate(moments, 1):
         node, inputs = graph.nodes[moment], graph.predecessors[moment]
         for i in inputs:
@@ -217,28 +221,14 @@ def decode(graph: Graph, program: Stages, values: np.ndarray) -> Schedule:
     ran = (program.runs >= 0) & (values[program.runs] > 0.5)
     kept = (program.held >= 0) & (values[program.held] > 0.5)
     stage = ran.argmax(axis=1)
-    schedule: list[int] = []
-    present: set[int] = set()
-
-    def run(index: int) -> None:
-        """Runs a node, after the inputs that are not there (depth first)."""
-        stack = [(index, False)]
-        while stack:
-            node, ready = stack.pop()
-            if ready:
-                schedule.append(node)
-                present.add(node)
-            elif node not in present:
-                stack.append((node, True))
-                stack += [(i, False) for i in graph.predecessors[node] if i not in present]
-
+    runner = Runner(graph)
     for k in range(ran.shape[1]):
-        present = set(np.flatnonzero(kept[:, k]).tolist())
+        runner.present = set(np.flatnonzero(kept[:, k]).tolist())
         for index in np.flatnonzero(stage == k).tolist():
-            run(index)
+            runner.run(index)
         for index in np.flatnonzero(kept[:, k + 1]).tolist():
-            run(index)
-    return tuple(schedule)
+            runner.run(index)
+    return tuple(runner.schedule)
 
 
 def _first_stages(
