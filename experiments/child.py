@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ import numpy as np
 import tensorflow as tf
 
 import remat
+from remat.plots import of_allocations
 from remat.solvers.graph import write_json
+from remat.timeline import record
 
 from .models import CASES, Case
 from .process import Task
@@ -210,6 +213,35 @@ def compared(task: Task) -> dict[str, Any]:
     }
 
 
+def demonstrated(task: Task) -> dict[str, Any]:
+    """Trains, inside the budget if there is one; then records one step more.
+
+    Returns:
+      As ``train``, and ``curve``, memory over time in the recorded step.  The
+      weights after it are in the file ``task.weights``.
+    """
+    assert task.weights is not None
+    training = Training(CASES[task.model])
+    if task.budget is None:
+        step, figures = training.plain_step(), {}
+    else:
+        step = training.compiled(task.budget)
+        plan = step.plan
+        figures = {
+            "predicted": plan.peak,
+            "plain_predicted": step.plain_peak,
+            "overhead": plan.overhead,
+            "compile_seconds": sum(step.seconds.values()),
+        }
+    result = train(step, training.case.batches(task.steps))
+    ((inputs, labels),) = training.case.batches(1, seed=1)
+    before = _memory()["current"]
+    curve = of_allocations("", record(lambda: step(inputs, labels), on_gpu=False), before)
+    weights = {weight.path: np.array(weight) for weight in training.model.weights}
+    np.savez(task.weights, allow_pickle=False, **weights)
+    return {"curve": asdict(curve), **figures, **result}
+
+
 def _differences(
     reference: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
@@ -240,7 +272,8 @@ def _host_peak() -> int:
 
 
 KINDS: dict[str, Callable[[Task], dict[str, Any]]] = {
-    function.__name__: function for function in (plain, budgeted, floor, timed, compared)
+    function.__name__: function
+    for function in (plain, budgeted, floor, timed, compared, demonstrated)
 }
 
 

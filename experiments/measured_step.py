@@ -133,9 +133,10 @@ class Runner:
     def result(self, kind: str, model: str, **options: Any) -> dict[str, Any]:
         """What the task gives; see ``process.run``."""
         task = Task(kind, model, steps=self.steps, **options)
-        details = {**options, "steps": self.steps, "size": CASES[model].size}
+        details = {**options, "steps": self.steps, "size": CASES[model].size.replace(" ", "")}
+        if "plan" in options:
+            details["plan"] = Path(options["plan"]).stem
         name = "-".join([model, kind, *(f"{key}={value}" for key, value in details.items())])
-        name = re.sub(r"[^\w=.-]", "", name.replace(str(self.folder.resolve()), ""))
         file = self.folder / "results" / f"{name}.json"
         if not file.exists():
             print(f"  {name} ...", end=" ", flush=True)

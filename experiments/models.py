@@ -139,6 +139,10 @@ def _unet(case: Case, width: int = 24, depth: int = 4) -> keras.Model:
     return keras.Model(inputs, keras.layers.Conv2D(case.classes, 1)(x), name="u_net")
 
 
+def _small_unet(case: Case) -> keras.Model:
+    return _unet(case, width=16, depth=2)
+
+
 def _transformer(
     case: Case, layers: int = 4, width: int = 256, heads: int = 8, vocabulary: int = 1000
 ) -> keras.Model:
@@ -203,6 +207,8 @@ CASES = {
         _image_case("DenseNet121", 24, 128),
         Case("UNet", _unet, _discs, (8, 160, 160, 3), (8, 160, 160), classes=2),
         Case("Transformer", _transformer, _sequences, (16, 256), (16,), dtype="int32"),
+        # To try an experiment out, in a minute.
+        Case("SmallUNet", _small_unet, _discs, (8, 96, 96, 3), (8, 96, 96), classes=2),
         # For the time that compiling takes.
         _image_case("ResNet152", 8, 128),
         _image_case("NASNetMobile", 8, 224),

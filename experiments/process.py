@@ -32,6 +32,7 @@ class Task:
       budget: bytes, where there is a budget.
       limit_mib: hard limit of TensorFlow's allocator in MiB, if any.
       plan: file of the plan to write or to read.
+      weights: file (npz) for the weights at the end.
       exact: run with oneDNN off, deterministic operations and one inter-op
         thread: TensorFlow differs from itself without.
       repeat: number of this repetition.
@@ -43,6 +44,7 @@ class Task:
     budget: int | None = None
     limit_mib: int | None = None
     plan: str | None = None
+    weights: str | None = None
     exact: bool = False
     repeat: int = 0
 
@@ -63,7 +65,15 @@ def run(task: Task, *, timeout: float, log: Path) -> dict[str, Any]:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, open(log, "w", encoding="utf-8") as output:
         answer = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "experiments.child", json.dumps(asdict(task)), str(answer)]
+        command = [
+            sys.executable,
+            "-X",
+            "faulthandler",
+            "-m",
+            "experiments.child",
+            json.dumps(asdict(task)),
+            str(answer),
+        ]
         process = subprocess.Popen(
             command, stdout=output, stderr=output, env=_environment(task), cwd=_REPOSITORY
         )

@@ -1,0 +1,44 @@
+# make demo          trains a network inside half of its memory (installs what it needs)
+# make test          lint, types, tests
+# make experiments   short versions of the experiments
+#
+# Everything is installed into .venv; PYTHON=python3.12 picks another Python.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+SETTINGS := setup.py pyproject.toml
+
+.PHONY: help demo test experiments
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^# \{0,1\}//p; /^$$/q' Makefile
+
+demo: $(VENV)/installed
+	$(RUN) -m experiments.demo
+
+test: $(VENV)/installed-test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy -p remat -p experiments
+	$(RUN) -m pytest
+
+experiments: $(VENV)/installed
+	$(RUN) -m experiments.measured_step --models UNet --budgets 0.5 --repeats 1
+
+# The install is editable: what is in this folder is what runs.
+$(VENV)/installed: $(SETTINGS) | $(RUN)
+	$(RUN) -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/installed-test: $(SETTINGS) | $(RUN)
+	$(RUN) -m pip install --quiet --editable ".[test]"
+	touch $@ $(VENV)/installed
+
+$(RUN):
+	@$(PYTHON) -c 'import sys; \
+	    ok = (3, 10) <= sys.version_info < (3, 14); \
+	    sys.exit(None if ok else "remat needs Python 3.10 to 3.13; this is " \
+	        + sys.version.split()[0] + ". Try: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,130 @@
+"""Trains a network inside half of the memory that it takes: ``make demo``.
+
+A U-Net learns to find discs in noise; plain, and then compiled by remat with
+half of the plain step's measured peak as its budget.  Each trains in a process
+of its own, the second under a hard limit of TensorFlow's allocator equal to the
+budget.  Prints a table, and draws memory over time in one step of each, from
+the allocator's own events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from remat.plots import Curve, plot_memory
+
+from .models import CASES
+from .process import Task, run
+
+_MIB = 2**20
+_MODEL = "UNet"
+_TIMEOUT = 900.0  # seconds
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the demonstration; 1 if a process broke down."""
+    parser = argparse.ArgumentParser(
+        "python -m experiments.demo",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=10, help="training steps (default: 10)")
+    parser.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR")
+    asked = parser.parse_args(arguments)
+    if asked.steps < 2:
+        parser.error("--steps must be at least 2: the first step is not timed")
+    asked.out.mkdir(parents=True, exist_ok=True)
+    case = CASES[_MODEL]
+    print(f"A U-Net ({case.size}) learns to find discs in noise, with Adam, on the CPU.\n")
+    with tempfile.TemporaryDirectory() as folder:
+        weights = [str(Path(folder) / name) for name in ("plain.npz", "inside.npz")]
+        task = Task("demonstrated", _MODEL, steps=asked.steps, weights=weights[0])
+        print(f"1. {asked.steps} plain training steps ...", flush=True)
+        plain = run(task, timeout=_TIMEOUT, log=asked.out / "plain.log")
+        if plain["status"] != "done":
+            return _broken(plain)
+        mebibytes = plain["peak"] // 2 // _MIB
+        print(
+            f"   peak {plain['peak'] / _MIB:.0f} MiB\n"
+            f"2. the same inside {mebibytes} MiB: remat.compile, then {asked.steps} steps ...",
+            flush=True,
+        )
+        task = Task(
+            "demonstrated",
+            _MODEL,
+            steps=asked.steps,
+            budget=mebibytes * _MIB,
+            limit_mib=mebibytes,
+            weights=weights[1],
+        )
+        inside = run(task, timeout=_TIMEOUT, log=asked.out / "inside.log")
+        if inside["status"] != "done":
+            return _broken(inside)
+        print(f"   compiled in {inside['compile_seconds']:.0f} s\n")
+        difference = _largest_difference(weights[0], weights[1])
+    print(_table(plain, inside, mebibytes * _MIB, difference))
+    picture = asked.out / "memory.png"
+    curves = [
+        Curve(**{**result["curve"], "label": label})
+        for result, label in ((plain, "plain step"), (inside, "step inside the budget"))
+    ]
+    plot_memory(
+        curves,
+        budget=mebibytes * _MIB,
+        title="One training step of a U-Net, by the events of TensorFlow's allocator",
+        path=picture,
+    )
+    print(f"\nmemory over time: {os.path.relpath(picture)}")
+    return 0
+
+
+def _broken(result: Mapping[str, Any]) -> int:
+    print(f"{result['status']}: {result['message']}", file=sys.stderr)
+    return 1
+
+
+def _largest_difference(one: str, other: str) -> float:
+    """Between the weights in two files."""
+    with np.load(one) as first, np.load(other) as second:
+        return max(float(np.max(np.abs(first[name] - second[name]))) for name in first.files)
+
+
+def _table(
+    plain: Mapping[str, Any], inside: Mapping[str, Any], budget: int, difference: float
+) -> str:
+    seconds = [statistics.median(result["step_seconds"][1:]) for result in (plain, inside)]
+    mebibytes = "{:.1f} MiB".format
+    percent = "{:.1f} %".format
+    losses = [
+        "{:.3f} -> {:.3f}".format(*r["losses"][:: len(r["losses"]) - 1]) for r in (plain, inside)
+    ]
+    lines = [
+        ("", "plain", "inside the budget"),
+        ("budget = hard limit", "", mebibytes(budget / _MIB)),
+        (
+            "peak, predicted",
+            mebibytes(inside["plain_predicted"] / _MIB),
+            mebibytes(inside["predicted"] / _MIB),
+        ),
+        ("peak, measured", mebibytes(plain["peak"] / _MIB), mebibytes(inside["peak"] / _MIB)),
+        ("share of the plain peak", "", percent(100 * inside["peak"] / plain["peak"])),
+        ("time a step", f"{seconds[0]:.2f} s", f"{seconds[1]:.2f} s"),
+        ("overhead, predicted", "", percent(100 * inside["overhead"])),
+        ("overhead, measured", "", percent(100 * (seconds[1] / seconds[0] - 1))),
+        ("loss, first -> last step", *losses),
+        ("largest weight difference", "", f"{difference:.1e}" if difference else "0 (same bits)"),
+    ]
+    return "\n".join(f"{name:28}{one:>20}{two:>20}" for name, one, two in lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
