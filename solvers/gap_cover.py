@@ -203,9 +203,7 @@ def _chain(graph: Graph, order: Precedence, index: int) -> tuple[int, ...]:
     return (index, *reversed(chain))
 
 
-def _gaps(
-    order: Precedence, chain: tuple[int, ...], count: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _gaps(order: Precedence, chain: tuple[int, ...], count: int) -> tuple[np.ndarray, np.ndarray]:
     """For each moment, the first gap in which a value not held may run again, and the end."""
     first = np.full(count, -1)
     stop = np.full(count, len(chain))

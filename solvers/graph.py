@@ -166,9 +166,7 @@ class Graph:
         if not isinstance(document, Mapping):
             raise GraphError(f"a graph is a JSON object, not {type(document).__name__}")
         if document.get("format", FORMAT) != FORMAT:
-            raise GraphError(
-                f"format is {document['format']!r}; this version reads {FORMAT!r}"
-            )
+            raise GraphError(f"format is {document['format']!r}; this version reads {FORMAT!r}")
         for key in ("name", "nodes", "edges"):
             if key not in document:
                 raise GraphError(f"the graph has no {key!r}")

@@ -117,12 +117,10 @@ class Solution:
 
 @cache
 def default_backend() -> str:
-    """"cbc", or "highs" with one warning where CyLP is not installed."""
+    """ "cbc", or "highs" with one warning where CyLP is not installed."""
     if importlib.util.find_spec("cylp") is not None:
         return "cbc"
-    warnings.warn(
-        "CyLP (CBC) is not installed; HiGHS from scipy stands in for it", stacklevel=3
-    )
+    warnings.warn("CyLP (CBC) is not installed; HiGHS from scipy stands in for it", stacklevel=3)
     return "highs"
 
 

@@ -80,9 +80,7 @@ def highs(problem: Mapping[str, np.ndarray]) -> Answer:
         problem["cost"],
         integrality=problem["integer"].astype(int),
         bounds=Bounds(problem["lower"], problem["upper"]),
-        constraints=LinearConstraint(
-            _matrix(problem), problem["row_lower"], problem["row_upper"]
-        ),
+        constraints=LinearConstraint(_matrix(problem), problem["row_lower"], problem["row_upper"]),
         options={
             "time_limit": float(problem["time_limit"]),
             "mip_rel_gap": float(problem["relative_gap"]),

@@ -145,9 +145,7 @@ def formulate(
     for i, node in enumerate(graph.nodes):
         certain = first[i] == last[i]
         for k in range(first[i], final[i] + 1):
-            runs[i, k] = builder.variable(
-                node.cost * scale, lower=float(certain and k == first[i])
-            )
+            runs[i, k] = builder.variable(node.cost * scale, lower=float(certain and k == first[i]))
         if not certain:  # (1)
             window = [(1.0, runs[i, k]) for k in range(first[i], last[i] + 1)]
             builder.constraint(window, 1.0, np.inf if node.recomputable else 1.0)

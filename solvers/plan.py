@@ -138,9 +138,7 @@ class Plan:
         if not isinstance(document, Mapping):
             raise PlanError(f"a plan is a JSON object, not {type(document).__name__}")
         if document.get("format") != FORMAT:
-            raise PlanError(
-                f"format is {document.get('format')!r}; this version reads {FORMAT!r}"
-            )
+            raise PlanError(f"format is {document.get('format')!r}; this version reads {FORMAT!r}")
         steps = _field(document, "steps", list)
         for step in steps:
             if not isinstance(step, int) or isinstance(step, bool) or step < 0:

@@ -103,12 +103,7 @@ class Result:
           InfeasibleBudgetError: if no schedule was found.
         """
         # These are None together.
-        if (
-            self.schedule is None
-            or self.cost is None
-            or self.peak is None
-            or self.overhead is None
-        ):
+        if self.schedule is None or self.cost is None or self.peak is None or self.overhead is None:
             raise InfeasibleBudgetError(
                 self.budget,
                 self.floor,

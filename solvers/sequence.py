@@ -493,9 +493,7 @@ def _link(state: State, event: int) -> None:
 
 @compiled
 def _unlink(state: State, event: int) -> None:
-    _join(
-        state, state.event[event, NODE], state.event[event, EARLIER], state.event[event, LATER]
-    )
+    _join(state, state.event[event, NODE], state.event[event, EARLIER], state.event[event, LATER])
 
 
 @compiled
