@@ -73,9 +73,13 @@ class Checkmate:
 
 
 def checkmate(problem: Problem, monitor: Monitor) -> Outcome:
-    """Solves the exact program; its bound holds for the given order."""
+    """Solves the exact program.
+
+    Its bound holds for the given order only; another order may be cheaper, so
+    the bound is told in the message and is no ``lower_bound``.
+    """
     if problem.minimize != "cost":
-        raise ValueError('checkmate minimizes the cost; use "anneal" for the least peak')
+        return Outcome(None, message='checkmate minimizes the cost; "anneal" finds the least peak')
     graph, known = problem.graph, None
     if problem.start is not None:
         start = simulate(graph, problem.start)
@@ -90,12 +94,12 @@ def checkmate(problem: Problem, monitor: Monitor) -> Outcome:
     if solution.status == "infeasible":
         if known is None:
             return Outcome(None, message="no schedule that keeps the given order fits")
-        return Outcome(
-            problem.start, known, message="no schedule that keeps the given order is cheaper"
-        )
+        return Outcome(problem.start, message="no schedule that keeps the given order is cheaper")
     schedule = None if solution.values is None else decode(program, solution.values)
-    bound = graph.cost * max(100.0, solution.bound) / 100
-    return Outcome(schedule, bound, message="the bound holds for the given order")
+    bound = max(0.0, solution.bound - 100)
+    return Outcome(
+        schedule, message=f"in the given order the overhead is {bound:.4f} % or more (proven)"
+    )
 
 
 def formulate(graph: Graph, budget: int, cost_below: float | None = None) -> Checkmate:
