@@ -112,9 +112,9 @@ def solve(
 
     Example:
       >>> from remat.solvers import Graph, Node, solve
-      >>> chain = Graph("chain", tuple(Node(str(i), 1.0, 1) for i in range(4)),
-      ...               ((0, 1), (1, 2), (2, 3), (0, 3)))
-      >>> solve(chain, 2, solver="anneal").schedule
+      >>> nodes = tuple(Node(str(i), 1.0, size) for i, size in enumerate((1, 2, 2, 1)))
+      >>> chain = Graph("chain", nodes, ((0, 1), (1, 2), (2, 3), (0, 3)))
+      >>> solve(chain, 4, solver="anneal").schedule
       (0, 1, 2, 0, 3)
     """
     method = load_method(solver)
