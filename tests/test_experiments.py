@@ -1,0 +1,88 @@
+"""The experiments' processes and tables, on a network that trains in a moment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments import measured_step
+from experiments.measured_step import Row, table, targets
+from experiments.models import CASES, Case
+from experiments.process import Task, run
+
+SMALL = "SmallUNet"
+MIB = 2**20
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
+def test_a_seed_gives_the_same_data(case: Case) -> None:
+    inputs, labels = case.draw(case, np.random.default_rng(1))
+    again, _ = case.draw(case, np.random.default_rng(1))
+    assert inputs.shape == case.inputs
+    assert labels.shape == case.labels
+    assert set(np.unique(labels)) <= set(range(case.classes))
+    np.testing.assert_array_equal(inputs, again)
+
+
+@pytest.mark.long
+def test_measured_step_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--models", SMALL, "--budgets", "0.6", "--repeats", "1", "--exact"]
+    arguments += ["--out", str(tmp_path)]
+    assert measured_step.main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "within the budget: 1 of 1" in shown
+    assert "arrays that differ, exact setting: largest of 1 is 0, target 0: met" in shown
+    saved = (tmp_path / "table.csv").read_text()
+
+    # What is there is not measured again.
+    results = {file: file.stat().st_mtime_ns for file in (tmp_path / "results").iterdir()}
+    assert measured_step.main(arguments) == 0
+    assert (tmp_path / "table.csv").read_text() == saved
+    assert {f: f.stat().st_mtime_ns for f in (tmp_path / "results").iterdir()} == results
+
+
+def test_a_budget_must_be_a_share(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        measured_step.main(["--budgets", "1.5"])
+    assert exit_.value.code == 2
+    assert "'1.5' is neither in (0, 1] nor \"least\"" in capsys.readouterr().err
+
+
+def test_a_process_that_runs_out_of_memory_is_a_failure(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    result = run(Task("plain", SMALL, steps=1, limit_mib=16), timeout=120, log=log)
+    assert result["status"] == "failed"
+    assert str(log) in result["message"]
+    assert "out of memory" in log.read_text() or "OOM" in log.read_text()
+
+
+def test_a_process_that_hangs_is_a_failure(tmp_path: Path) -> None:
+    result = run(Task("plain", SMALL), timeout=0.2, log=tmp_path / "log")
+    assert result["status"] == "failed"
+    assert result["message"] == "still running after 0 s"
+
+
+def test_nothing_is_hidden() -> None:
+    done = Row(
+        SMALL, "1 x 2", "0.5", plain_peak=100 * MIB, budget=50 * MIB, budget_share=0.5,
+        status="done", predicted=48 * MIB, measured=49 * MIB,
+        overhead_predicted=0.08, overhead_measured=0.2, lowering=1.01, compile_seconds=20.0,
+    )  # fmt: skip
+    rows = [
+        done,
+        replace(done, measured=51 * MIB),
+        Row(SMALL, "1 x 2", "0.35", status="infeasible", message="needs more", floor=40 * MIB,
+            budget=35 * MIB),
+        Row(SMALL, "1 x 2", "0.7", message="killed by SIGSEGV"),
+    ]  # fmt: skip
+    text = table(rows)
+    assert text.count("over budget") == 1
+    for word in ("infeasible", "needs more", "failed", "killed by SIGSEGV"):
+        assert word in text
+    verdicts = targets(rows)
+    assert "within the budget: 1 of 2; infeasible: 1, 1 of them proven; broken down: 1" in verdicts
+    assert "overhead at 0.5: median of 2 is 0.2, target 0.1: MISSED" in verdicts
+    assert "lowered / plain: largest of 1 is 1.01, target 1.02: met" in verdicts
