@@ -18,11 +18,13 @@ help:
 demo: $(VENV)/installed
 	$(RUN) -m experiments.demo
 
+# The first pytest imports TensorFlow, which cannot share a process with OR-tools.
 test: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy -p remat -p experiments
-	$(RUN) -m pytest
+	$(RUN) -m pytest tests/test_profile_measure.py
+	$(RUN) -m pytest --ignore=tests/test_profile_measure.py
 
 experiments: $(VENV)/installed
 	$(RUN) -m experiments.measured_step --models UNet --budgets 0.5 --repeats 1

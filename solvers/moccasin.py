@@ -45,6 +45,7 @@ NP-hard.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -71,12 +72,19 @@ def moccasin(problem: Problem, monitor: Monitor) -> Outcome:
 
     Raises:
       ModuleNotFoundError: if OR-tools is not installed.
+      RuntimeError: if TensorFlow is loaded in this process.
       ValueError: if ``copies`` is not a whole number >= 1.
     """
     check_options(problem, "copies")
     copies = problem.options.get("copies", 2)
     if not isinstance(copies, int) or copies < 1:
         raise ValueError(f"copies is {copies!r}; it must be a whole number >= 1")
+    if "tensorflow" in sys.modules:
+        # Both carry their own copy of the same C++ libraries: a segmentation fault.
+        raise RuntimeError(
+            'the solver "moccasin" cannot run in a process that has imported TensorFlow; '
+            "save the graph and solve it with `remat solve --solver moccasin`"
+        )
     try:
         from ortools.sat.python import cp_model
     except ModuleNotFoundError:
