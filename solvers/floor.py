@@ -9,7 +9,6 @@ one of its consumers is the node itself or a descendant).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,34 +97,42 @@ def pending(graph: Graph, order: Precedence, index: int) -> Pending:
     return Pending(held=others & final, optional=others & ~final, read=needed & readers)
 
 
-def memory_floors(graph: Graph, order: Precedence) -> list[int]:
-    """For each node, bytes held during its first run in every schedule.
+def first_run_bytes(graph: Graph, order: Precedence) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes that concern the first run of each node in every schedule.
 
     Exact whatever the sizes.  O(nodes x (nodes + edges) / 64).
+
+    Returns:
+      The bytes held during it for certain, shape (n,); and with those of the
+      values that are either held or computed again later, shape (n,).
     """
     nodes, count = graph.nodes, len(graph)
     total = graph.resident + sum(node.bytes + node.workspace for node in nodes)
-    floors = np.zeros(count, np.int64 if total < 2**62 else object)
-    floors += graph.resident
-    for index, node in enumerate(nodes):
-        inputs = sum(nodes[source].bytes for source in graph.predecessors[index])
-        floors[index] += inputs + node.workspace + node.bytes
+    held = np.full(count, graph.resident, np.int64 if total < 2**62 else object)
     takers: dict[int, list[int]] = {}
     for index, node in enumerate(nodes):
+        inputs = sum(nodes[source].bytes for source in graph.predecessors[index])
+        held[index] += inputs + node.workspace + node.bytes
         if node.forward is not None:
             takers.setdefault(node.forward, []).append(index)
+    needed = held.copy()
     for index, node in enumerate(nodes):
         if node.bytes == 0:
             continue
         need = pending(graph, order, index)
         if need.held:
-            floors[members(need.held, count)] += node.bytes
+            held[members(need.held, count)] += node.bytes
+        if need.held | need.optional:
+            needed[members(need.held | need.optional, count)] += node.bytes
         for taker in takers.get(index, ()):
             # Its output may take over this value's buffer, unless the value
-            # outlives it and cannot be had again.
-            if node.recomputable or not need.read >> taker & 1:
-                floors[taker] -= node.bytes
-    return [int(floor) for floor in floors]
+            # is needed later; but then it may be computed again.
+            outlives = need.read >> taker & 1
+            if not outlives:
+                needed[taker] -= node.bytes
+            if not outlives or node.recomputable:
+                held[taker] -= node.bytes
+    return held, needed
 
 
 def memory_floor(graph: Graph) -> tuple[int, tuple[int, ...]]:
@@ -135,13 +142,9 @@ def memory_floor(graph: Graph) -> tuple[int, tuple[int, ...]]:
       The bytes below which no schedule exists (the outputs alone included),
       and the nodes that need them.
     """
-    floors = memory_floors(graph, precedence(graph))
+    floors = first_run_bytes(graph, precedence(graph))[0].tolist()
     floor = max(floors)
-    outputs = graph.resident + _bytes(graph, graph.outputs)
+    outputs = graph.resident + sum(graph.nodes[index].bytes for index in graph.outputs)
     if outputs > floor:
         return outputs, graph.outputs
     return floor, tuple(index for index, need in enumerate(floors) if need == floor)
-
-
-def _bytes(graph: Graph, indices: Iterable[int]) -> int:
-    return sum(graph.nodes[index].bytes for index in indices)

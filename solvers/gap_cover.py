@@ -41,7 +41,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .anneal import anneal_once
-from .floor import Precedence, members, pending, precedence
+from .floor import Precedence, first_run_bytes, members, pending, precedence
 from .graph import Graph
 from .method import Monitor, Outcome, Problem
 from .mip import Formulation, solve_mip
@@ -104,28 +104,8 @@ def formulate(graph: Graph, budget: int) -> GapCover | None:
     count, order = len(graph), precedence(graph)
     nodes = graph.nodes
     chains = tuple(_chain(graph, order, index) for index in range(count))
-    needs = [pending(graph, order, index) for index in range(count)]
-    takers: list[list[int]] = [[] for _ in nodes]
-    for index, node in enumerate(nodes):
-        if node.forward is not None:
-            takers[node.forward].append(index)
-    # Bytes as floats would lose exactness; Python's integers do not.
-    held = np.array([node.bytes + node.workspace + graph.resident for node in nodes], object)
-    for index in range(count):
-        held[index] += sum(nodes[source].bytes for source in graph.predecessors[index])
-    optional = []  # for each value, a mask of the moments at which it may be dropped
-    for index, node in enumerate(nodes):
-        need = needs[index]
-        drop = need.optional
-        for taker in takers[index]:
-            if need.read >> taker & 1 and node.recomputable:
-                drop |= 1 << taker
-            elif not need.read >> taker & 1:
-                held[taker] -= node.bytes
-        mask = members(need.optional | need.held, count)
-        held[mask] += node.bytes
-        optional.append(members(drop, count))
-    excess = held - budget
+    _, needed = first_run_bytes(graph, order)
+    excess = needed - budget
     moments = np.flatnonzero(excess > 0)
     if len(moments) == 0:
         return None
@@ -133,11 +113,19 @@ def formulate(graph: Graph, budget: int) -> GapCover | None:
     moments = np.sort(moments[demanding[:_MOST_MOMENTS]])
     excess = excess[moments]
     column = np.cumsum([0, *(len(chain) for chain in chains)])
+    takers = [0] * count
+    for index, node in enumerate(nodes):
+        if node.forward is not None:
+            takers[node.forward] |= 1 << index
     rows, columns, values = [], [], []
     for index, node in enumerate(nodes):
         if node.bytes == 0:
             continue
-        here = np.flatnonzero(optional[index][moments])
+        need = pending(graph, order, index)
+        optional = need.optional
+        if node.recomputable:
+            optional |= need.read & takers[index]
+        here = np.flatnonzero(members(optional, count)[moments])
         if len(here) == 0:
             continue
         first, stop = _gaps(order, chains[index], count)

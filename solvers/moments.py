@@ -4,10 +4,11 @@ A moment is the first run of some node.  Choose moments m1, m2, ..., mK whose
 nodes follow each other in every order (each is an ancestor of the next): they
 cut every schedule into stages 0..K, stage k from moment k on (the run of mk
 included) up to moment k + 1, the last one to the end.  The program asks what
-is held at each moment and what runs in each stage, and forgets the memory in
-between.  So it holds for every order, and its optimum is a lower bound; and
-where the schedule that it describes fits the budget in between as well, that
-schedule is optimal.  Where it does not, the worst moment is added, and the
+is held at each moment and what runs in each stage, and forgets most of the
+memory in between.  So it holds for every order, and its optimum is a lower
+bound; and where the schedule that it describes fits the budget in between as
+well, that schedule is optimal.  Where it does not, the worst moment is added
+(or, for a run that no moment can stand for, an inner constraint), and the
 program is solved again.  Training graphs need two to ten moments.
 
 Variables (binary):
@@ -27,6 +28,12 @@ Minimise the cost of all R, subject to
       other consumer j of u: the buffer is free only if nothing reads it later.
   (7) sum of R[w, 0..k] <= sum of R[r, 0..k] and R[r, k] <= 1 - sum of R[w, 0..k-1]
       for each reader r and its writer w (``Graph.order``).
+  (8) for some nodes j and each stage, a run of j in it holds its inputs, output
+      and workspace, and all that is held throughout the stage:
+      resident + sum over i not read by j of bytes(i) Z[i, k]
+        + (sum of bytes(inputs) + bytes(j) + workspace(j)) R[j, k] <= budget,
+      Z[i, k] >= H[i, k] + H[i, k + 1] - R[i, k] - 1;
+      the output is left out if it may take over the buffer of an input.
 Nothing is run or held after the last stage in which a run could read it.
 
 O(K (nodes + edges)) variables and rows.
@@ -44,7 +51,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .floor import Precedence, precedence
+from .floor import Precedence, first_run_bytes, precedence
 from .graph import Graph
 from .method import Monitor, Outcome, Problem
 from .mip import Builder, Formulation, solve_mip
@@ -96,17 +103,21 @@ def refine(
     until = monitor.elapsed() + seconds
     graph, budget = problem.graph, problem.budget
     order = precedence(graph)
+    _, needed = first_run_bytes(graph, order)
     moments: list[int] = []
+    inner: list[int] = []
     level, bound = 0, 100.0
     while monitor.elapsed() < until and not monitor.should_stop() and len(moments) < _MOST:
-        worst = _worst_moment(graph, order, start, budget, moments)
-        if worst is not None:
-            moments = sorted([*moments, worst])
-        elif level + 1 < len(_GAPS):
-            level += 1  # it fits: only the proof is left
-        else:
-            return
-        program = formulate(graph, order, budget, moments, bound)
+        moment, node = _refinement(graph, order, needed, start, budget, moments, inner)
+        if moment is not None:
+            moments = sorted([*moments, moment])
+        elif node is not None:
+            inner.append(node)
+        else:  # only the proof is left
+            level += 1
+            if level == len(_GAPS):
+                return
+        program = formulate(graph, order, budget, moments, inner, bound)
         solution = solve_mip(
             program.formulation,
             time_limit=min(monitor.remaining(), until - monitor.elapsed()),
@@ -123,7 +134,12 @@ def refine(
 
 
 def formulate(
-    graph: Graph, order: Precedence, budget: int, moments: Sequence[int], bound: float = 0.0
+    graph: Graph,
+    order: Precedence,
+    budget: int,
+    moments: Sequence[int],
+    inner: Sequence[int] = (),
+    bound: float = 0.0,
 ) -> Stages:
     """Builds the program.
 
@@ -132,6 +148,7 @@ def formulate(
       order: its precedence.
       budget: bytes that the peak may reach.
       moments: nodes, each an ancestor of the next.
+      inner: nodes whose runs get constraint (8).
       bound: percent that are known to be a lower bound.
     """
     count, end = len(graph), len(moments)
@@ -202,6 +219,21 @@ def formulate(
         room = budget - needed
         size = max(1, room)
         builder.constraint([(b / size, c) for b, c in terms if b], upper=room / size)  # (5)
+    throughout: dict[int, list[tuple[int, int]]] = {}  # stage -> (node, column of Z)
+    for j in inner:
+        node, inputs = graph.nodes[j], graph.predecessors[j]
+        needed = node.workspace + sum(graph.nodes[i].bytes for i in inputs)
+        needed += node.bytes if node.forward is None else 0
+        for k in range(first[j], final[j] + 1):
+            if k not in throughout:
+                throughout[k] = _held_throughout(builder, graph, runs, held, k)
+            terms = [(graph.nodes[i].bytes, c) for i, c in throughout[k] if i not in inputs]
+            room = budget - graph.resident
+            size = max(1, room)
+            builder.constraint(
+                [(needed / size, runs[j, k]), *((b / size, c) for b, c in terms)],
+                upper=room / size,
+            )  # (8)
     if bound > 0:
         costs = [
             (graph.nodes[i].cost * scale, column)
@@ -260,24 +292,71 @@ def _final_stages(graph: Graph, first: list[int], last: list[int], end: int) -> 
     return final
 
 
-def _worst_moment(
-    graph: Graph, order: Precedence, schedule: Schedule, budget: int, moments: Sequence[int]
-) -> int | None:
-    """Of the nodes that may become a moment, the one where memory is highest.
+def _held_throughout(
+    builder: Builder, graph: Graph, runs: np.ndarray, held: np.ndarray, k: int
+) -> list[tuple[int, int]]:
+    """Adds the variables Z of a stage; returns (node, column)."""
+    columns = []
+    for i, node in enumerate(graph.nodes):
+        if node.bytes and held[i, k] >= 0 and held[i, k + 1] >= 0:
+            column = builder.variable(integer=False)
+            terms = [(-1.0, column), (1.0, held[i, k]), (1.0, held[i, k + 1])]
+            if runs[i, k] >= 0:
+                terms.append((-1.0, runs[i, k]))
+            builder.constraint(terms, upper=1.0)
+            columns.append((i, column))
+    return columns
 
-    What is held during runs other than first ones counts for the first run
-    that comes next.  None if nothing is above the budget.
+
+def _refinement(
+    graph: Graph,
+    order: Precedence,
+    needed: np.ndarray,
+    schedule: Schedule,
+    budget: int,
+    moments: Sequence[int],
+    inner: Sequence[int],
+) -> tuple[int | None, int | None]:
+    """Where to look at memory next, given a schedule that is above the budget.
+
+    Goes through the stretches of the schedule that are above the budget, the
+    worst first.
+
+    Returns:
+      Of the nodes that first run in the first stretch (or next) and may become
+      a moment, the one that needs most bytes in every order; or None, and a
+      node that may get constraint (8).  Both are None if nothing is left.
     """
     comparable = (1 << len(graph)) - 1
     for moment in moments:
         comparable &= order.ancestors[moment] | order.descendants[moment]
-    seen = [False] * len(graph)
-    worst, most, held = None, budget, 0
-    for index, memory in zip(schedule, simulate(graph, schedule).memory, strict=True):
-        held = max(held, memory)
-        if not seen[index]:
-            seen[index] = True
-            if held > most and comparable >> index & 1:
-                worst, most = index, held
-            held = 0
-    return worst
+    memory = simulate(graph, schedule).memory
+    first_run = [False] * len(schedule)
+    seen = set()
+    for event, index in enumerate(schedule):
+        first_run[event] = index not in seen
+        seen.add(index)
+    done = [held <= budget for held in memory]
+    for worst in sorted(range(len(schedule)), key=memory.__getitem__, reverse=True):
+        if memory[worst] <= budget:
+            break
+        if done[worst]:
+            continue
+        start = stop = worst
+        while start > 0 and memory[start - 1] > budget:
+            start -= 1
+        while stop < len(schedule) and memory[stop] > budget:
+            stop += 1
+        done[start:stop] = [True] * (stop - start)
+        candidates: list[tuple[bool, int, int]] = []
+        for event in range(start, len(schedule)):
+            index = schedule[event]
+            if event >= stop and (candidates or index in moments):
+                break
+            if first_run[event] and comparable >> index & 1:
+                candidates.append((bool(needed[index] > budget), memory[event], index))
+        if candidates:
+            return max(candidates)[-1], None
+        if schedule[worst] not in inner:
+            return None, schedule[worst]
+    return None, None
