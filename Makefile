@@ -24,7 +24,7 @@ test: $(VENV)/installed-test
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy -p remat -p experiments
 	$(RUN) -m pytest tests/test_profile_measure.py
-	$(RUN) -m pytest --ignore=tests/test_profile_measure.py
+	$(RUN) -m pytest --ignore=tests/test_profile_measure.py -m "not long"
 
 experiments: $(VENV)/installed
 	$(RUN) -m experiments.measured_step --models UNet --budgets 0.5 --repeats 1

@@ -75,7 +75,7 @@ class Training:
     def state(self) -> dict[str, np.ndarray]:
         """Everything a step changes: weights, averages, seeds, optimizer slots."""
         variables = [*self.model.variables, *self.optimizer.variables]
-        return {f"{i} {variable.path}": np.array(variable) for i, variable in enumerate(variables)}
+        return {f"{i} {variable.path}": variable.numpy() for i, variable in enumerate(variables)}
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
         """Puts a state back."""
@@ -185,8 +185,6 @@ def timed(task: Task) -> dict[str, Any]:
 def compared(task: Task) -> dict[str, Any]:
     """Largest differences after some steps: remat's to plain, plain's to itself."""
     assert task.budget is not None
-    if task.exact:
-        tf.config.experimental.enable_op_determinism()
     training = Training(CASES[task.model])
     start = training.state()
     plain_step = training.plain_step()
@@ -237,7 +235,7 @@ def demonstrated(task: Task) -> dict[str, Any]:
     ((inputs, labels),) = training.case.batches(1, seed=1)
     before = _memory()["current"]
     curve = of_allocations("", record(lambda: step(inputs, labels), on_gpu=False), before)
-    weights = {weight.path: np.array(weight) for weight in training.model.weights}
+    weights = {weight.path: weight.numpy() for weight in training.model.weights}
     np.savez(task.weights, allow_pickle=False, **weights)
     return {"curve": asdict(curve), **figures, **result}
 
@@ -280,6 +278,8 @@ KINDS: dict[str, Callable[[Task], dict[str, Any]]] = {
 def main(arguments: Sequence[str]) -> None:
     """Runs one task and writes what it found."""
     task = Task(**json.loads(arguments[0]))
+    if task.exact:
+        tf.config.experimental.enable_op_determinism()
     try:
         result = KINDS[task.kind](task)
     except remat.InfeasibleBudgetError as error:
