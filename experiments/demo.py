@@ -38,40 +38,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=10, help="training steps (default: 10)")
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="run TensorFlow as it agrees with itself (oneDNN off, deterministic operations, "
+        "one operation at a time): slower, and the weights have the same bits",
+    )
     parser.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR")
     asked = parser.parse_args(arguments)
     if asked.steps < 2:
         parser.error("--steps must be at least 2: the first step is not timed")
     asked.out.mkdir(parents=True, exist_ok=True)
-    case = CASES[_MODEL]
-    print(f"A U-Net ({case.size}) learns to find discs in noise, with Adam, on the CPU.\n")
+    print(f"A U-Net ({CASES[_MODEL].size}) learns to find discs in noise, with Adam, on the CPU.")
     with tempfile.TemporaryDirectory() as folder:
-        weights = [str(Path(folder) / name) for name in ("plain.npz", "inside.npz")]
-        task = Task("demonstrated", _MODEL, steps=asked.steps, weights=weights[0])
-        print(f"1. {asked.steps} plain training steps ...", flush=True)
-        plain = run(task, timeout=_TIMEOUT, log=asked.out / "plain.log")
-        if plain["status"] != "done":
-            return _broken(plain)
-        mebibytes = plain["peak"] // 2 // _MIB
-        print(
-            f"   peak {plain['peak'] / _MIB:.0f} MiB\n"
-            f"2. the same inside {mebibytes} MiB: remat.compile, then {asked.steps} steps ...",
-            flush=True,
-        )
-        task = Task(
-            "demonstrated",
-            _MODEL,
-            steps=asked.steps,
-            budget=mebibytes * _MIB,
-            limit_mib=mebibytes,
-            weights=weights[1],
-        )
-        inside = run(task, timeout=_TIMEOUT, log=asked.out / "inside.log")
-        if inside["status"] != "done":
-            return _broken(inside)
-        print(f"   compiled in {inside['compile_seconds']:.0f} s\n")
-        difference = _largest_difference(weights[0], weights[1])
-    print(_table(plain, inside, mebibytes * _MIB, difference))
+        try:
+            plain = _train(asked, "plain", folder)
+            again = _train(asked, "plain again", folder)
+            budget = plain["peak"] // 2 // _MIB * _MIB
+            inside = _train(asked, "inside", folder, budget)
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            return 1
+        print("\n" + _table(plain, again, inside, budget))
     picture = asked.out / "memory.png"
     curves = [
         Curve(**{**result["curve"], "label": label})
@@ -79,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     plot_memory(
         curves,
-        budget=mebibytes * _MIB,
+        budget=budget,
         title="One training step of a U-Net, by the events of TensorFlow's allocator",
         path=picture,
     )
@@ -87,9 +75,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _broken(result: Mapping[str, Any]) -> int:
-    print(f"{result['status']}: {result['message']}", file=sys.stderr)
-    return 1
+def _train(
+    asked: argparse.Namespace, name: str, folder: str, budget: int | None = None
+) -> dict[str, Any]:
+    """Trains in a process of its own; the result says where the weights are.
+
+    Raises:
+      RuntimeError: saying how it ended, if it broke down.
+    """
+    task = Task(
+        "demonstrated",
+        _MODEL,
+        steps=asked.steps,
+        budget=budget,
+        limit_mib=None if budget is None else budget // _MIB,
+        weights=str(Path(folder) / f"{name}.npz"),
+        exact=asked.exact,
+    )
+    what = f"{asked.steps} steps, {name}"
+    if budget is not None:
+        what += f" {budget // _MIB} MiB (remat.compile first)"
+    print(f"{what} ...", end=" ", flush=True)
+    result = run(task, timeout=_TIMEOUT, log=asked.out / f"{name}.log")
+    if result["status"] != "done":
+        raise RuntimeError(f"{result['status']}: {result['message']}")
+    print(f"{result['seconds']:.0f} s", flush=True)
+    return {**result, "weights": task.weights}
 
 
 def _largest_difference(one: str, other: str) -> float:
@@ -99,9 +110,12 @@ def _largest_difference(one: str, other: str) -> float:
 
 
 def _table(
-    plain: Mapping[str, Any], inside: Mapping[str, Any], budget: int, difference: float
+    plain: Mapping[str, Any], again: Mapping[str, Any], inside: Mapping[str, Any], budget: int
 ) -> str:
     seconds = [statistics.median(result["step_seconds"][1:]) for result in (plain, inside)]
+    differences = [
+        _largest_difference(plain["weights"], other["weights"]) for other in (again, inside)
+    ]
     mebibytes = "{:.1f} MiB".format
     percent = "{:.1f} %".format
     losses = [
@@ -121,9 +135,17 @@ def _table(
         ("overhead, predicted", "", percent(100 * inside["overhead"])),
         ("overhead, measured", "", percent(100 * (seconds[1] / seconds[0] - 1))),
         ("loss, first -> last step", *losses),
-        ("largest weight difference", "", f"{difference:.1e}" if difference else "0 (same bits)"),
+        ("weights, largest difference", *map(_difference_text, differences)),
     ]
-    return "\n".join(f"{name:28}{one:>20}{two:>20}" for name, one, two in lines)
+    body = "\n".join(f"{name:28}{one:>20}{two:>20}" for name, one, two in lines)
+    return (
+        f"{body}\n\nDifference of weights: to the plain training; under plain, that of a second "
+        "plain training."
+    )
+
+
+def _difference_text(difference: float) -> str:
+    return f"{difference:.1e}" if difference else "0 (same bits)"
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from .schedule import Schedule, simulate
 
 # First temperatures: from the given order, the best so far, a suggestion.
 _COLD_START, _REHEAT, _REPAIR = 1.0, 0.1, 0.02
-_ROUND = 0.2  # share of the time limit that one annealing takes
+_ROUND = 0.2  # share of the time limit that one annealing takes, at least
+_WHOLE = 10_000  # nodes of a graph on which one annealing takes all the time
 _ALONE = 0.4  # share of the time that a single worker spends on proofs
 
 
@@ -80,7 +81,8 @@ class _Board:
         self.best: Schedule | None = None
         self._cost = float("inf")
         self._suggestion: Schedule | None = None
-        self._round = max(0.3, _ROUND * monitor.remaining())
+        share = max(_ROUND, len(problem.graph) / _WHOLE)
+        self._round = max(0.3, share * monitor.remaining())
         self._lock = threading.Lock()
 
     def offer(self, schedule: Schedule) -> None:

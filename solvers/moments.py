@@ -323,9 +323,10 @@ def _refinement(
     worst first.
 
     Returns:
-      Of the nodes that first run in the first stretch (or next) and may become
-      a moment, the one that needs most bytes in every order; or None, and a
-      node that may get constraint (8).  Both are None if nothing is left.
+      A node that may become a moment, of those that first run in the first such
+      stretch or next, if possible one that needs more than the budget in every
+      order; or None, and a node that may get constraint (8).  Both are None if
+      nothing is left.
     """
     comparable = (1 << len(graph)) - 1
     for moment in moments:
@@ -355,6 +356,10 @@ def _refinement(
                 break
             if first_run[event] and comparable >> index & 1:
                 candidates.append((bool(needed[index] > budget), memory[event], index))
+        if candidates and moments:
+            # In the middle, where it splits what is computed again most evenly.
+            needy = [entry for entry in candidates if entry[0] == max(candidates)[0]]
+            return needy[len(needy) // 2][-1], None
         if candidates:
             return max(candidates)[-1], None
         if schedule[worst] not in inner:
