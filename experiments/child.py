@@ -202,7 +202,7 @@ def compared(task: Task) -> dict[str, Any]:
     reference = trained(plain_step)
     again = [_differences(reference, trained(plain_step)) for _ in range(_PLAIN_AGAIN)]
     training.restore(start)
-    step = training.compiled(task.budget)
+    step = training.compiled(task.budget, task.plan)
     ours = _differences(reference, trained(step))
     figures = ("differing", "largest", "loss")
     return {

@@ -275,16 +275,17 @@ def _behaviour(
                 value = value[key]
             values[name] = value
 
+    plan = runner.plan_path(model, budget)
     lowering = runner.result("timed", model, budget=ample)
     use("lowered without recomputation", lowering, {"lowering": "ratio"})
-    timed = runner.result("timed", model, budget=ample, plan=runner.plan_path(model, budget))
+    timed = runner.result("timed", model, budget=ample, plan=plan)
     use("timed", timed, {"overhead_measured": "ratio"})
     if timed["status"] == "done":
         values["overhead_measured"] -= 1
         values["plain_seconds"] = statistics.median(timed["plain_seconds"])
     use(
         "compared as users run",
-        runner.result("compared", model, budget=budget),
+        runner.result("compared", model, budget=ample, plan=plan),
         {
             "difference": "remat.largest",
             "plain_difference": "plain.largest",
@@ -295,7 +296,7 @@ def _behaviour(
     if exact:
         use(
             "compared bit for bit",
-            runner.result("compared", model, budget=budget, exact=True),
+            runner.result("compared", model, budget=ample, plan=plan, exact=True),
             {"differing": "remat.differing", "plain_differing": "plain.differing"},
         )
     return {**values, "message": "; ".join(problems)}
