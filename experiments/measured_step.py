@@ -78,6 +78,9 @@ class Row:
       lowering: seconds of the step lowered without recomputation / plain.
       differing: arrays that differ in any bit from the plain step's, in the
         exact setting, of all those compared.
+      exact_budget: bytes it was compared within (the least feasible ones, if
+        the budget is not feasible in that setting);
+      exact_recomputations: runs of the schedule that are not the first of a node.
       difference: largest relative difference of an array as users run;
         loss_difference: the same of losses.
       plain_differing, plain_difference, plain_loss_difference: the same
@@ -107,6 +110,8 @@ class Row:
     lowering: float | None = None
     differing: int | None = None
     plain_differing: int | None = None
+    exact_budget: int | None = None
+    exact_recomputations: int | None = None
     difference: float | None = None
     plain_difference: float | None = None
     loss_difference: float | None = None
@@ -296,8 +301,13 @@ def _behaviour(
     if exact:
         use(
             "compared bit for bit",
-            runner.result("compared", model, budget=ample, plan=plan, exact=True),
-            {"differing": "remat.differing", "plain_differing": "plain.differing"},
+            runner.result("compared", model, budget=budget, exact=True),
+            {
+                "differing": "remat.differing",
+                "plain_differing": "plain.differing",
+                "exact_budget": "budget",
+                "exact_recomputations": "recomputations",
+            },
         )
     return {**values, "message": "; ".join(problems)}
 
