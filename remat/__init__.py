@@ -6,30 +6,58 @@ Names load when first used: ``import remat`` does not import TensorFlow.
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .compile import Step, compile
+    from .function import Function, function
     from .solvers import InfeasibleBudgetError, Plan, PlanError
     from .trace import TraceError
+    from .wrap import wrap
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Function": ".function",
     "InfeasibleBudgetError": ".solvers",
     "Plan": ".solvers",
     "PlanError": ".solvers",
     "Step": ".compile",
     "TraceError": ".trace",
     "compile": ".compile",
+    "function": ".function",
+    "wrap": ".wrap",
 }
 
-__all__ = ["InfeasibleBudgetError", "Plan", "PlanError", "Step", "TraceError", "compile"]
+__all__ = [
+    "Function",
+    "InfeasibleBudgetError",
+    "Plan",
+    "PlanError",
+    "Step",
+    "TraceError",
+    "compile",
+    "function",
+    "wrap",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name], __name__), name)
-    globals()[name] = value  # a module called compile must not hide the function
+    globals()[name] = value
     return value
+
+
+class _Package(ModuleType):
+    """Importing the module ``remat.compile`` must not hide the function."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from .function import Function
 from .planning import StepPlan
 from .price import Profile
 from .solvers import Plan
@@ -33,8 +34,8 @@ class Step:
         self._trainee = trainee
         self._options = options
         self._input_spec, self._label_spec, weight_spec = specs
-        self._steps: dict[bool, CompiledStep] = {}
-        self._compiled(weight_spec)
+        self._functions: dict[bool, Function] = {}  # with sample weights, and without
+        self._function(weight_spec).compiled()
 
     def __call__(self, inputs: Any, labels: Any, sample_weight: Any = None) -> Any:
         """Trains on one batch.
@@ -52,14 +53,14 @@ class Step:
           ValueError: if a shape is not the planned one.
         """
         if sample_weight is None:
-            return self._steps_for(False)(inputs, labels)
-        step = self._compiled(_specs(sample_weight, "sample_weight"))
-        return step(inputs, labels, sample_weight)
+            return self._function(None)(inputs, labels)
+        weighted = self._function(_specs(sample_weight, "sample_weight"))
+        return weighted(inputs, labels, sample_weight)
 
     @property
     def compiled(self) -> CompiledStep:
-        """The machinery behind the step (without sample weights, if there are both)."""
-        return self._steps.get(False) or self._steps[True]
+        """The machinery behind the step (the first, if there are both)."""
+        return next(iter(self._functions.values())).compiled()
 
     @property
     def plan(self) -> StepPlan:
@@ -81,19 +82,16 @@ class Step:
     def seconds(self) -> dict[str, float]:
         return self.compiled.seconds
 
-    def _steps_for(self, weighted: bool) -> CompiledStep:
-        return self._steps.get(weighted) or self._compiled(None)
-
-    def _compiled(self, weight_spec: Any) -> CompiledStep:
+    def _function(self, weight_spec: Any) -> Function:
         weighted = weight_spec is not None
-        if weighted not in self._steps:
+        if weighted not in self._functions:
             signature = [self._input_spec, self._label_spec]
             if weighted:
                 signature.append(weight_spec)
-            self._steps[weighted] = CompiledStep(
-                self._trainee.one_step, signature, self._options, self._trainee.model.name
+            self._functions[weighted] = Function(
+                self._trainee.one_step, signature, self._options, name=self._trainee.model.name
             )
-        return self._steps[weighted]
+        return self._functions[weighted]
 
 
 def compile(
@@ -176,6 +174,15 @@ def one_step_of(model: keras.Model, loss: Any, optimizer: Any) -> Callable[..., 
     return _Trainee(model, loss, optimizer).one_step
 
 
+def require_tensorflow() -> None:
+    """Raises ``ValueError`` where Keras runs on another backend."""
+    if keras.backend.backend() != "tensorflow":
+        raise ValueError(
+            f"Keras runs on the {keras.backend.backend()!r} backend; remat needs "
+            "KERAS_BACKEND=tensorflow"
+        )
+
+
 class _Trainee:
     """What Keras's own trainer would do in one step, without touching the model.
 
@@ -185,11 +192,7 @@ class _Trainee:
     """
 
     def __init__(self, model: keras.Model, loss: Any, optimizer: Any) -> None:
-        if keras.backend.backend() != "tensorflow":
-            raise ValueError(
-                f"Keras runs on the {keras.backend.backend()!r} backend; remat needs "
-                "KERAS_BACKEND=tensorflow"
-            )
+        require_tensorflow()
         if not isinstance(model, keras.Model):
             raise TypeError(f"model must be a keras.Model, not {type(model).__name__}")
         if not model.built:

@@ -117,9 +117,11 @@ class Planned:
     needed: int
 
 
-def read(function: Callable[..., Any], input_signature: Sequence[Any]) -> tuple[Trace, Program]:
+def read(
+    function: Callable[..., Any], input_signature: Sequence[Any], *, autograph: bool = False
+) -> tuple[Trace, Program]:
     """Traces a step; takes no memory on the device."""
-    traced = trace(function, input_signature)
+    traced = trace(function, input_signature, autograph=autograph)
     return traced, build(traced)
 
 

@@ -42,6 +42,7 @@ log = logging.getLogger("remat")
 
 _TRIALS = 4  # measured runs, at most, until the peak is within the budget
 _WATCHED_CALLS = 2  # first calls whose peak is measured
+_MEASURING = threading.RLock()  # the allocator's counters are the whole process's
 # Stateful operations whose every effect is on variables (which a trial run
 # puts back) or on their own random state (which a fresh lowering resets).
 _REVERSIBLE = (
@@ -84,19 +85,33 @@ class CompiledStep:
         input_signature: Sequence[Any],
         options: Options,
         name: str = "step",
+        *,
+        autograph: bool = False,
+        at_least: int = 0,
     ) -> None:
+        """Plans a step.
+
+        Args:
+          function: the step.
+          input_signature: nests of ``tf.TensorSpec``, one for each argument.
+          options: how.
+          name: for people.
+          autograph: whether to convert Python's control flow over tensors.
+          at_least: bytes below which a budget given as a share is not taken:
+            what other steps of the same training may reach anyway.
+        """
         self.options = options
         self.signature = tuple(input_signature)
+        self._at_least = at_least
         self.device = allocator.device_at_hand()
         self.measured_peak: int | None = None
         self.seconds: dict[str, float] = {}
-        self._lock = threading.Lock()
         self._calls = 0
         say = ProgressLine(options.verbose)
         with say:
             with self._timed("trace"):
                 say.line("tracing the step")
-                traced, program = read(function, input_signature)
+                traced, program = read(function, input_signature, autograph=autograph)
             pool = pool_of(program)
             if self.device.counted:
                 pool = pool_of(
@@ -133,18 +148,26 @@ class CompiledStep:
     def __call__(self, *arguments: Any) -> Any:
         """Runs one step; arguments and results are nests as the function's own."""
         flat = self._flatten(arguments)
-        if tf.inside_function():
-            return self._pack(self._run(*flat))
-        if not self.device.counted or self._calls >= _WATCHED_CALLS:
-            return self._pack(self._run(*flat))
-        with self._lock:
+        if tf.inside_function() or not self.device.counted or self._calls >= _WATCHED_CALLS:
+            return self._pack(self._execute(flat))
+        with _MEASURING:
             self._calls += 1
             allocator.reset_peak(self.device)
-            results = self._run(*flat)
+            results = self._execute(flat)
             self.measured_peak = allocator.peak_bytes(self.device)
             if self.measured_peak > self.budget:
                 self._over_budget()
         return self._pack(results)
+
+    def _execute(self, flat: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        try:
+            return self._run(*flat)
+        except tf.errors.ResourceExhaustedError as error:
+            raise tf.errors.ResourceExhaustedError(
+                error.node_def,
+                error.op,
+                f"{error.message}\n\nremat's plan when this happened:\n{self.plan.summary()}",
+            ) from error
 
     def _over_budget(self) -> None:
         """A real step took more than the budget: says so, and tightens the plan."""
@@ -264,7 +287,7 @@ class CompiledStep:
         if count <= 0:
             raise ValueError(f"the budget is {budget!r}; it must be above 0")
         if isinstance(budget, float) or (isinstance(budget, str) and "%" in budget):
-            return count, "share of the plain step's predicted peak"
+            return max(count, self._at_least), "share of the plain step's predicted peak"
         return count, "given"
 
     def _flatten(self, arguments: Sequence[Any]) -> list[tf.Tensor]:
@@ -290,9 +313,13 @@ class CompiledStep:
         return flat
 
     def _pack(self, flat: Sequence[tf.Tensor]) -> Any:
-        return tf.nest.pack_sequence_as(
-            self.prepared.trace.structured_outputs, list(flat), expand_composites=True
-        )
+        structure = self.prepared.trace.structured_outputs
+        tensors = iter(flat)
+        leaves = [
+            None if leaf is None else next(tensors)
+            for leaf in tf.nest.flatten(structure, expand_composites=True)
+        ]
+        return tf.nest.pack_sequence_as(structure, leaves, expand_composites=True)
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:

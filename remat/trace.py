@@ -58,8 +58,12 @@ class Trace:
     plain: Any
 
 
-def trace(function: Callable[..., Any], input_signature: Sequence[Any]) -> Trace:
+def trace(
+    function: Callable[..., Any], input_signature: Sequence[Any], *, autograph: bool = False
+) -> Trace:
     """Traces ``function`` for arguments of the given ``tf.TensorSpec`` nests.
+
+    With ``autograph``, its Python control flow over tensors is converted.
 
     Raises:
       TraceError: if an argument's or a value's shape is not static.
@@ -72,9 +76,8 @@ def trace(function: Callable[..., Any], input_signature: Sequence[Any]) -> Trace
                 f"the input {spec.name or spec} has the shape {spec.shape}; a plan is for fixed "
                 "shapes: give every dimension, the batch included"
             )
-    plain = tf.function(function, autograph=False, jit_compile=False).get_concrete_function(
-        *input_signature
-    )
+    traced = tf.function(function, autograph=autograph, jit_compile=False)
+    plain = traced.get_concrete_function(*input_signature)
     source = plain.graph
     captured = source.captures  # (external, placeholder) pairs
     arguments = source.inputs[: len(source.inputs) - len(captured)]

@@ -1,0 +1,263 @@
+"""The door for hand-written training steps: a decorator like ``tf.function``.
+
+Each signature of shapes and dtypes is planned once, when it is first met; the
+other doors (``remat.compile``, ``remat.wrap``) are this one with Keras's
+conventions around it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import types
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from .planning import StepPlan
+from .solvers import PlanError
+from .step import CompiledStep, Options
+from .trace import TraceError
+
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), tf.DType)
+
+
+def function(
+    step: Callable[..., Any] | None = None,
+    *,
+    budget: int | float | str = "auto",
+    input_signature: Sequence[Any] | None = None,
+    autograph: bool = True,
+    **options: Any,
+) -> Any:
+    """Makes a hand-written training step run inside a memory budget, exactly as it would.
+
+    The step is traced like a ``tf.function``: several models and optimizers,
+    several losses, nested or persistent ``tf.GradientTape``, custom gradients,
+    nests of arguments and results are all as there, and so are the pitfalls
+    (Python code runs only while tracing).  Put the whole step inside, with the
+    optimizer's update: what is outside is not planned.
+
+    Example::
+
+        @remat.function(budget="4GiB")
+        def train_step(images, labels):
+            with tf.GradientTape() as tape:
+                loss = loss_function(labels, model(images, training=True))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+            return loss
+
+    Args:
+      step: the function, where the decorator is used without arguments.
+      budget: bytes that TensorFlow's allocator may reach; see ``remat.compile``.
+        A share of the plain step's peak is one of the largest signature so far.
+      input_signature: nests of ``tf.TensorSpec``, one for each argument, with
+        every dimension given.  Without it there is one plan for each
+        signature that is met: the shapes and dtypes of tensors and arrays,
+        the values of Python numbers and texts, the identity of other objects.
+      autograph: whether Python's ``if``, ``while`` and ``for`` over tensors
+        work, as in ``tf.function``.
+      options: ``solver``, ``time_limit``, ``seed``, ``profile``, ``plan``
+        (with an ``input_signature``), ``check``, ``verbose``; see
+        ``remat.compile``.
+
+    Returns:
+      A ``Function``, or a decorator that makes one.
+
+    Raises (when a signature is first met):
+      InfeasibleBudgetError: if no schedule within the budget is found.
+      TraceError: if a shape is not static, or an argument is not dense.
+    """
+    chosen = Options(budget=budget, **options)
+    if chosen.plan is not None and input_signature is None:
+        raise ValueError("a plan is for one signature: give input_signature with it")
+
+    def decorate(step: Callable[..., Any]) -> Function:
+        return Function(step, input_signature, chosen, autograph=autograph)
+
+    return decorate if step is None else decorate(step)
+
+
+class Function:
+    """A training step that is planned for each signature it is called with.
+
+    Made by ``remat.function``.  Call it like the function that it wraps.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        input_signature: Sequence[Any] | None,
+        options: Options,
+        *,
+        autograph: bool = False,
+        name: str | None = None,
+    ) -> None:
+        functools.update_wrapper(self, step)
+        self._step = step
+        self._input_signature = None if input_signature is None else list(input_signature)
+        self._options = options
+        self._autograph = autograph
+        self._name = str(name or getattr(step, "__name__", "step"))
+        self._parameters = inspect.signature(step)
+        self._compiled: dict[Hashable, CompiledStep] = {}
+        self._lock = threading.RLock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one step; the first call with a signature plans it."""
+        step, tensors = self._find(args, kwargs)
+        return step(*tensors)
+
+    def compiled(self, *args: Any, **kwargs: Any) -> CompiledStep:
+        """The step for a signature, planned now if it was not.
+
+        Args:
+          args, kwargs: as the step takes them; ``tf.TensorSpec`` may stand for
+            tensors.  None are needed where there is an ``input_signature``.
+        """
+        if self._input_signature is not None and not (args or kwargs):
+            args = tuple(self._input_signature)
+        return self._find(args, kwargs)[0]
+
+    @property
+    def steps(self) -> tuple[CompiledStep, ...]:
+        """The steps planned so far, one a signature, oldest first."""
+        return tuple(self._compiled.values())
+
+    @property
+    def plan(self) -> StepPlan:
+        """The plan of the first signature.
+
+        Raises:
+          PlanError: if nothing is planned yet.
+        """
+        if self._input_signature is not None:
+            return self.compiled().plan
+        if not self._compiled:
+            raise PlanError(
+                f"{self._name} has no plan yet: call it once, or compiled(...) on specs"
+            )
+        return self.steps[0].plan
+
+    def __get__(self, instance: Any, owner: type) -> Function:
+        """A method: each object has plans of its own, which live as long as it does."""
+        if instance is None:
+            return self
+        bound = Function(
+            types.MethodType(self._step, instance),
+            self._input_signature,
+            self._options,
+            autograph=self._autograph,
+        )
+        return vars(instance).setdefault(self._name, bound)
+
+    def _find(self, args: Any, kwargs: Any) -> tuple[CompiledStep, list[Any]]:
+        """The compiled step for some arguments, and the tensors to call it with."""
+        bound = self._parameters.bind(*args, **kwargs)
+        if self._input_signature is not None:
+            step, signature, values = self._step, self._input_signature, list(bound.args)
+            key: Hashable = None
+        else:
+            bound.apply_defaults()
+            call = _Call.of(bound, self._name)
+            step, signature, values = call.of_tensors(self._step), list(call.specs), call.tensors
+            key = call.key
+        if key not in self._compiled:
+            if tf.inside_function():
+                raise TraceError(
+                    f"{self._name} has no plan for these shapes, and cannot be planned inside a "
+                    "tf.function: call it, or compiled(...) on specs, before"
+                )
+            with self._lock:  # a second thread with this signature waits for the plan
+                if key not in self._compiled:
+                    self._compiled[key] = CompiledStep(
+                        step,
+                        signature,
+                        self._options,
+                        self._name,
+                        autograph=self._autograph,
+                        at_least=max((step.budget for step in self.steps), default=0),
+                    )
+        return self._compiled[key], values
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of one call, tensors apart from the rest.
+
+    Attributes:
+      nest: the arguments and keyword arguments.
+      leaves: of the nest, ``_TENSOR`` where there is a tensor.
+      tensors: the tensors, or the specs that stand for them.
+      key: equal for calls that one plan serves.
+    """
+
+    nest: tuple[Any, ...]
+    leaves: list[Any]
+    tensors: list[Any]
+    key: Hashable
+
+    @staticmethod
+    def of(bound: inspect.BoundArguments, name: str) -> _Call:
+        """Sorts the arguments of a call of the function ``name``.
+
+        Raises:
+          TraceError: naming an argument that is ragged or sparse.
+        """
+        nest = (bound.args, bound.kwargs)
+        leaves: list[Any] = []
+        tensors: list[Any] = []
+        keys: list[Hashable] = [repr(tf.nest.map_structure(lambda leaf: None, nest))]
+        for leaf in tf.nest.flatten(nest):
+            if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)):
+                raise TraceError(
+                    f"{name}: {_where(bound, leaf)} is a {type(leaf).__name__}; remat needs dense "
+                    "tensors of known shapes: pad it, or make it dense"
+                )
+            if isinstance(leaf, (tf.Tensor, tf.TensorSpec, np.ndarray, np.generic)):
+                tensor = leaf if isinstance(leaf, tf.TensorSpec) else tf.convert_to_tensor(leaf)
+                tensors.append(tensor)
+                leaves.append(_TENSOR)
+                keys.append((tuple(tensor.shape), tensor.dtype))
+            else:
+                leaves.append(leaf)
+                keys.append((type(leaf), leaf if isinstance(leaf, _CONSTANTS) else id(leaf)))
+        return _Call(nest, leaves, tensors, tuple(keys))
+
+    @property
+    def specs(self) -> tuple[tf.TensorSpec, ...]:
+        """Shape and dtype of each tensor."""
+        return tuple(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in self.tensors)
+
+    def of_tensors(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """``step`` as a function of the tensors alone, all else as in this call.
+
+        It holds on to everything else, so that no later object has its id.
+        """
+        nest, leaves = self.nest, self.leaves
+
+        def call(*tensors: tf.Tensor) -> Any:
+            given = iter(tensors)
+            filled = [next(given) if leaf is _TENSOR else leaf for leaf in leaves]
+            args, kwargs = tf.nest.pack_sequence_as(nest, filled)
+            return step(*args, **kwargs)
+
+        return call
+
+
+_TENSOR = object()  # stands for a tensor among other leaves
+
+
+def _where(bound: inspect.BoundArguments, wanted: Any) -> str:
+    """Names the place of a leaf among the arguments."""
+    for path, leaf in keras.tree.flatten_with_path(dict(bound.arguments)):
+        if leaf is wanted:
+            argument, *inside = path
+            return f"the argument {argument}" + "".join(f"[{key!r}]" for key in inside)
+    raise AssertionError("a leaf of the arguments is not among them")

@@ -1,0 +1,216 @@
+"""The door for Keras users: a model whose ``fit`` stays inside a memory budget."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from .compile import require_tensorflow
+from .function import Function
+from .planning import StepPlan
+from .step import CompiledStep, Options
+
+
+def wrap(
+    model: keras.Model,
+    budget: int | float | str = "auto",
+    **options: Any,
+) -> keras.Model:
+    """Gives a Keras model a ``fit`` that stays inside a memory budget.
+
+    The result and ``model`` are one model: the same weights, layers,
+    optimizer, metrics and compile state, seen through two classes.  Everything
+    works on either as before (``compile``, ``fit``, ``evaluate``, ``predict``,
+    ``save``, callbacks, a ``train_step`` of the model's own); the only
+    difference is that ``fit`` and ``train_on_batch`` of the result run each
+    training step by a plan.  Saving the result gives the file that saving
+    ``model`` gives, which loads as a plain model.
+
+    There is one plan for each shape of a batch, found when the first such
+    batch is there.  Calling ``compile``, changing ``trainable``, or building
+    again makes them anew, the next time that ``fit`` is called.
+
+    Example::
+
+        model = remat.wrap(keras.applications.ResNet50(weights=None), budget="4GiB")
+        model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+        model.fit(images, labels, batch_size=32, epochs=10)
+        print(model.remat.plan.summary())
+
+    Args:
+      model: a Keras 3 model on the TensorFlow backend, compiled or not.
+      budget: bytes that TensorFlow's allocator may reach; see
+        ``remat.compile``.  A share is one of the largest batch so far.
+      options: ``solver``, ``time_limit``, ``seed``, ``profile``, ``check``,
+        ``verbose``; see ``remat.compile``.
+
+    Returns:
+      A model of a subclass of ``type(model)`` with an attribute ``remat``, a
+      ``Training``, which has the plans.
+
+    Raises:
+      TypeError, ValueError: if ``model`` is not such a model.
+      InfeasibleBudgetError (from ``fit``): if no schedule within the budget
+        is found for a batch.
+      TraceError (from ``fit``): if a batch is ragged or sparse.
+    """
+    require_tensorflow()
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"model must be a keras.Model, not {type(model).__name__}")
+    if isinstance(model, _Budgeted):
+        raise ValueError("the model is wrapped already; wrap the one that it was made of")
+    chosen = Options(budget=budget, **options)
+    if chosen.plan is not None:
+        raise ValueError("a plan is for one shape of a batch; fit may meet several")
+    kind = type(model)
+    members = {"__slots__": ("remat", "train_function"), "_plain": kind, "__doc__": kind.__doc__}
+    budgeted = types.new_class(
+        kind.__name__, (_Budgeted, kind), exec_body=lambda body: body.update(members)
+    )
+    wrapped: keras.Model = object.__new__(budgeted)
+    # One model: what is set on either is set on both, except for the two slots.
+    object.__setattr__(wrapped, "__dict__", vars(model))
+    object.__setattr__(wrapped, "train_function", None)
+    object.__setattr__(wrapped, "remat", Training(chosen))
+    return wrapped
+
+
+class Training:
+    """What a wrapped model knows about its budget: its attribute ``remat``.
+
+    Attributes:
+      options: as given to ``remat.wrap``.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._function: Function | None = None
+
+    @property
+    def steps(self) -> tuple[CompiledStep, ...]:
+        """The steps planned so far, one for each shape of a batch, oldest first."""
+        return () if self._function is None else self._function.steps
+
+    @property
+    def plans(self) -> tuple[StepPlan, ...]:
+        """Their plans."""
+        return tuple(step.plan for step in self.steps)
+
+    @property
+    def plan(self) -> StepPlan:
+        """The plan for the first shape.
+
+        Raises:
+          ValueError: if there is none yet.
+        """
+        if not self.steps:
+            raise ValueError("there is no plan yet: call fit or train_on_batch")
+        return self.plans[0]
+
+    def start(self, step: Callable[[Any], Any], name: str) -> Function:
+        """Forgets all plans, for a new ``train_step``."""
+        self._function = Function(step, None, self.options, name=name)
+        return self._function
+
+
+class _Budgeted(keras.Model):
+    """What ``wrap`` changes about a model's class."""
+
+    _plain: type[keras.Model]
+    remat: Training
+    train_function: _TrainFunction | None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> keras.Model:
+        """Another model of the class is a plain one, as when it is cloned."""
+        return cls._plain(*args, **kwargs)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Keras saves and clones a model as its ``__class__``."""
+        return self._plain
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As the model's own; ``jit_compile=True`` is for evaluation and prediction only."""
+        if kwargs.get("jit_compile") is True:
+            warnings.warn(
+                "jit_compile=True: training inside a budget does not use XLA, which would merge "
+                "recomputations again; evaluate and predict use it",
+                UserWarning,
+                stacklevel=2,
+            )
+        super().compile(*args, **kwargs)
+
+    def make_train_function(self, force: bool = False) -> Callable[[Iterator[Any]], Any]:
+        """The function that ``fit`` calls for every ``steps_per_execution`` batches."""
+        if self.run_eagerly:
+            raise ValueError(
+                "run_eagerly=True runs one operation after the other, without a plan; compile "
+                "without it, or train the model that this one was made of"
+            )
+        if self.distribute_strategy.num_replicas_in_sync > 1:
+            raise ValueError(
+                "fit under a tf.distribute strategy with several replicas is not supported; use "
+                "remat.function in a custom loop"
+            )
+        current = self.train_function
+        if force or current is None or not current.fresh:
+            current = _TrainFunction(self)
+            self.train_function = current
+        return current
+
+
+class _TrainFunction:
+    """Takes batches from an iterator and trains on each by its plan.
+
+    Keras's own train function takes them inside a graph, where the size of a
+    batch is unknown; a plan is for known sizes.
+    """
+
+    def __init__(self, model: _Budgeted) -> None:
+        self._model = model
+        self._step = model.remat.start(model.train_step, model.name)
+        self._traced: list[Any] | None = None
+
+    def __call__(self, iterator: Iterator[Any]) -> Any:
+        logs = None
+        for batch in itertools.islice(iterator, self._model.steps_per_execution):
+            logs = self._step(tf.nest.map_structure(_none_if_optional, batch))
+            if self._traced is None:  # now that everything is built
+                self._traced = _traced(self._model)
+        if logs is None:
+            raise StopIteration
+        return logs
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the model is still as it was when its step was traced."""
+        if self._traced is None:
+            return True
+        now = _traced(self._model)
+        return len(now) == len(self._traced) and all(map(operator.is_, now, self._traced))
+
+
+def _traced(model: keras.Model) -> list[Any]:
+    """What a traced ``train_step`` depends on, to be compared by identity.
+
+    ``compile`` makes a new loss tracker each time.
+    """
+    layers = model._flatten_layers()
+    return [
+        model._loss_tracker,
+        model.optimizer,
+        *(layer.trainable for layer in layers),
+        *(part for weight in model.weights for part in (weight, weight.trainable)),
+    ]
+
+
+def _none_if_optional(leaf: Any) -> Any:
+    """Datasets give None as an optional."""
+    return None if isinstance(leaf, tf.experimental.Optional) else leaf
