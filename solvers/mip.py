@@ -8,19 +8,24 @@ moment, keeps to its time limit whatever the solver does, and stays silent.
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import io
 import os
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
 from typing import IO
 
 import numpy as np
+
+BACKENDS = ("cbc", "highs")
 
 _GRACE = 0.5  # seconds past its limit after which a solver is ended
 _TICK = 0.02  # seconds between looks at it
@@ -115,6 +120,21 @@ class Solution:
     bound: float
 
 
+def write_message(stream: IO[bytes], message: bytes) -> None:
+    """Writes bytes so that ``read_message`` knows where they end."""
+    stream.write(len(message).to_bytes(8, "little"))
+    stream.write(message)
+    stream.flush()
+
+
+def read_message(stream: IO[bytes]) -> bytes | None:
+    """What ``write_message`` wrote; None at the end of the stream."""
+    length = stream.read(8)
+    if len(length) < 8:
+        return None
+    return stream.read(int.from_bytes(length, "little"))
+
+
 @cache
 def default_backend() -> str:
     """ "cbc", or "highs" with one warning where CyLP is not installed."""
@@ -144,62 +164,84 @@ def solve_mip(
 
     Raises:
       RuntimeError: if the solver broke down.
+      ValueError: if there is no such backend.
     """
     backend = backend or default_backend()
-    message = io.BytesIO()
-    np.savez(message, time_limit=time_limit, relative_gap=relative_gap, **vars(formulation))
-    # Files, not pipes: neither side ever waits for the other to read.
-    with tempfile.TemporaryFile() as questions, tempfile.TemporaryFile() as answers:
-        with tempfile.TemporaryFile() as errors:
-            questions.write(message.getvalue())
-            questions.seek(0)
-            outcome = _run(backend, questions, answers, errors, time_limit + _GRACE, should_stop)
-            if outcome is None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is one of {', '.join(BACKENDS)}; not {backend!r}")
+    question = io.BytesIO()
+    np.savez(question, time_limit=time_limit, relative_gap=relative_gap, **vars(formulation))
+    until = time.monotonic() + time_limit + _GRACE
+    idle = _idle.setdefault(backend, [])
+    child = idle.pop() if idle else _Child(backend)
+    with ThreadPoolExecutor(1, "remat-mip") as pool:
+        job = pool.submit(child.ask, question.getvalue())
+        while not wait([job], _TICK).done:
+            if should_stop() or time.monotonic() > until:
+                child.end()
                 return Solution("stopped", None, None, -np.inf)
-            if outcome != 0:
-                errors.seek(0)
-                raise RuntimeError(
-                    f"the solver {backend} ended with status {outcome}: "
-                    + errors.read().decode(errors="replace").strip()[-500:]
-                )
-        answers.seek(0)
-        with np.load(io.BytesIO(answers.read()), allow_pickle=False) as answer:
-            found = bool(answer["found"])
-            return Solution(
-                status=str(answer["status"]),
-                values=answer["values"] if found else None,
-                objective=float(answer["objective"]) if found else None,
-                bound=float(answer["bound"]),
-            )
+        raw = job.result()
+    if raw is None:
+        raise RuntimeError(f"the solver {backend} broke down: {child.complaint()}")
+    idle.append(child)
+    with np.load(io.BytesIO(raw), allow_pickle=False) as answer:
+        found = bool(answer["found"])
+        return Solution(
+            status=str(answer["status"]),
+            values=answer["values"] if found else None,
+            objective=float(answer["objective"]) if found else None,
+            bound=float(answer["bound"]),
+        )
 
 
-def _run(
-    backend: str,
-    questions: IO[bytes],
-    answers: IO[bytes],
-    errors: IO[bytes],
-    seconds: float,
-    should_stop: Callable[[], bool],
-) -> int | None:
-    """Runs a backend; its exit status, or None if it had to be ended."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", f"{__package__}.mip_backends", backend],
-        stdin=questions,
-        stdout=answers,
-        stderr=errors,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        # Ctrl-C in a terminal goes to the whole group; the parent decides.
-        start_new_session=True,
-    )
-    try:
-        waited = 0.0
-        while True:
-            try:
-                return process.wait(_TICK)
-            except subprocess.TimeoutExpired:
-                waited += _TICK
-            if should_stop() or waited > seconds:
-                return None
-    finally:
-        process.kill()
-        process.wait()
+class _Child:
+    """A process that solves one program after the other; see ``mip_backends``."""
+
+    def __init__(self, backend: str) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by end)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.mip_backends", backend],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            # Ctrl-C in a terminal goes to the whole group; the parent decides.
+            start_new_session=True,
+        )
+
+    def ask(self, question: bytes) -> bytes | None:
+        """The answer to a program; None if the process ended before it gave one."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            write_message(process.stdin, question)
+        except BrokenPipeError:
+            return None
+        return read_message(process.stdout)
+
+    def complaint(self) -> str:
+        """What an ended process wrote to standard error, the end of it."""
+        self._process.wait()
+        self._errors.seek(0)
+        return self._errors.read().decode(errors="replace").strip()[-500:]
+
+    def end(self) -> None:
+        """Ends the process, whatever it is doing."""
+        self._process.kill()
+        self._process.wait()
+
+
+_idle: dict[str, list[_Child]] = {}  # started once, and used again: starting takes longer
+# than most programs do
+
+
+@atexit.register
+def _end_idle() -> None:
+    for children in _idle.values():
+        for child in children:
+            child.end()
+
+
+if hasattr(os, "register_at_fork"):  # a child process of the user's must not talk to ours
+    os.register_at_fork(after_in_child=_idle.clear)

@@ -1,7 +1,8 @@
 """The adapters of ``mip``: CBC through CyLP, and HiGHS through scipy.
 
-``python -m remat.solvers.mip_backends cbc|highs`` reads a formulation from
-standard input and writes the solution to standard output, both as ``.npz``.
+``python -m remat.solvers.mip_backends cbc|highs`` reads formulations from
+standard input and writes a solution to each to standard output, as messages
+(``mip.write_message``) that hold ``.npz`` files.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 from scipy.sparse import csc_matrix
+
+from .mip import read_message, write_message
 
 Answer = tuple[str, np.ndarray | None, float]
 """Status, values and bound, as in ``mip.Solution``."""
@@ -49,8 +52,9 @@ def cbc(problem: Mapping[str, np.ndarray]) -> Answer:
     model += x <= CyLPArray(problem["upper"])
     lower, upper = problem["row_lower"], problem["row_upper"]
     model += CyLPArray(lower) <= _matrix(problem) * x <= CyLPArray(upper)
-    model.objective = CyLPArray(problem["cost"]) * x
     simplex = CyClpSimplex(model)
+    # Not as an expression: CyLP would turn one variable's cost into a scalar.
+    simplex.setObjectiveArray(problem["cost"])
     simplex.logLevel = 0
     if not problem["integer"].any():
         simplex.dual()
@@ -96,7 +100,7 @@ def highs(problem: Mapping[str, np.ndarray]) -> Answer:
     return status, result.x, bound
 
 
-BACKENDS: dict[str, Callable[[Mapping[str, np.ndarray]], Answer]] = {"cbc": cbc, "highs": highs}
+_SOLVERS: dict[str, Callable[[Mapping[str, np.ndarray]], Answer]] = {"cbc": cbc, "highs": highs}
 
 
 def _matrix(problem: Mapping[str, np.ndarray]) -> csc_matrix:
@@ -105,25 +109,26 @@ def _matrix(problem: Mapping[str, np.ndarray]) -> csc_matrix:
 
 
 def main() -> None:
-    """Solves the formulation on standard input."""
-    answers = os.dup(1)
+    """Solves the formulations on standard input, until it ends."""
+    answers = os.fdopen(os.dup(1), "wb")
     # CBC writes to standard output from C.
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
-    with np.load(io.BytesIO(sys.stdin.buffer.read()), allow_pickle=False) as problem:
-        status, values, bound = BACKENDS[sys.argv[1]](problem)
-        objective = np.nan if values is None else float(problem["cost"] @ values)
-    message = io.BytesIO()
-    np.savez(
-        message,
-        status=status,
-        found=values is not None,
-        values=np.empty(0) if values is None else values,
-        objective=objective,
-        bound=bound,
-    )
-    with os.fdopen(answers, "wb") as file:
-        file.write(message.getvalue())
+    solver = _SOLVERS[sys.argv[1]]
+    while (question := read_message(sys.stdin.buffer)) is not None:
+        with np.load(io.BytesIO(question), allow_pickle=False) as problem:
+            status, values, bound = solver(problem)
+            objective = np.nan if values is None else float(problem["cost"] @ values)
+        answer = io.BytesIO()
+        np.savez(
+            answer,
+            status=status,
+            found=values is not None,
+            values=np.empty(0) if values is None else values,
+            objective=objective,
+            bound=bound,
+        )
+        write_message(answers, answer.getvalue())
 
 
 if __name__ == "__main__":

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
-import math
 import sys
 from typing import Any
 
 import numpy as np
 import pytest
+from dags import graphs, optimum, plain_peak, unit_chain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -34,63 +33,6 @@ HEURISTICS: list[Method] = [checkpoint_all, chen_sqrt, chen_greedy, griewank, op
 ALWAYS_FEASIBLE = {checkpoint_all, chen_greedy, griewank, feng_huang}
 
 
-@st.composite
-def graphs(draw: st.DrawFn, most: int = 14) -> Graph:
-    """Random DAGs with everything that a graph may have."""
-    count = draw(st.integers(1, most))
-    edges = [
-        (source, target)
-        for target in range(1, count)
-        for source in draw(st.sets(st.integers(0, target - 1), max_size=3))
-    ]
-    flagged = draw(st.booleans())
-    turn = draw(st.integers(0, count)) if flagged else count
-    nodes: list[Node] = []
-    for index in range(count):
-        inputs = [source for source, target in edges if target == index]
-        in_place = draw(st.booleans())
-        forward = draw(st.sampled_from(inputs)) if inputs and in_place else None
-        nodes.append(
-            Node(
-                name=f"node{index}",
-                cost=draw(st.integers(0, 9)),
-                bytes=draw(st.integers(0, 20)) if forward is None else nodes[forward].bytes,
-                workspace=draw(st.sampled_from([0, 0, 0, 5])),
-                recomputable=draw(st.sampled_from([True, True, True, False])),
-                backward=index >= turn,
-                forward=forward,
-            )
-        )
-    writers = [index for index, node in enumerate(nodes) if not node.recomputable and index]
-    order = [
-        (draw(st.integers(0, writer - 1)), writer) for writer in writers if draw(st.booleans())
-    ]
-    outputs = draw(st.sets(st.integers(0, count - 1), max_size=2))
-    return Graph(
-        name="random",
-        nodes=tuple(nodes),
-        edges=tuple(edges),
-        resident=draw(st.sampled_from([0, 7])),
-        outputs=tuple(sorted(outputs)),
-        order=tuple(order),
-    )
-
-
-def unit_chain(length: int, reads: int = 1) -> Graph:
-    """x0 .. x(l-1) and gradients b(l-1) .. b0; b(i) reads x(i), and x(i-1) if reads is 2."""
-    nodes = [Node(f"x{i}", 1, 1) for i in range(length)]
-    nodes += [Node(f"b{i}", 1, 1, backward=True) for i in reversed(range(length))]
-    edges = list(itertools.pairwise(range(2 * length)))
-    for i in range(length):
-        gradient = 2 * length - 1 - i
-        edges += [(i, gradient), (i - 1, gradient)] if reads == 2 and i else [(i, gradient)]
-    return Graph("chain", tuple(nodes), tuple(edges))
-
-
-def plain_peak(graph: Graph) -> int:
-    return simulate(graph, range(len(graph))).peak
-
-
 def run(method: Method, graph: Graph, budget: int, **options: Any) -> Schedule | None:
     """What a method finds, checked by the simulator."""
     problem = Problem(graph, budget, workers=2, options=options)
@@ -105,38 +47,6 @@ def run(method: Method, graph: Graph, budget: int, **options: Any) -> Schedule |
 def overhead(graph: Graph, schedule: Schedule | None) -> float:
     assert schedule is not None
     return simulate(graph, schedule).cost / graph.cost - 1
-
-
-def optimum(graph: Graph, budget: int) -> float:
-    """Least cost of any schedule, by Dijkstra's search over what is live and what has run."""
-    count = len(graph)
-    inputs = [sum(1 << source for source in group) for group in graph.predecessors]
-    outputs = sum(1 << index for index in graph.outputs)
-    best = {(0, 0): 0.0}
-    queue = [(0.0, 0, 0)]
-    while queue:
-        cost, live, done = heapq.heappop(queue)
-        if cost > best[live, done]:
-            continue
-        if done == (1 << count) - 1 and live & outputs == outputs:
-            return cost
-        held = sum(node.bytes for i, node in enumerate(graph.nodes) if live >> i & 1)
-        steps = []
-        for i, node in enumerate(graph.nodes):
-            bit = 1 << i
-            if live & bit:
-                steps.append((cost, live & ~bit, done))
-            elif (
-                live & inputs[i] == inputs[i]
-                and (node.recomputable or not done & bit)
-                and graph.resident + held + node.bytes + node.workspace <= budget
-            ):
-                steps.append((cost + node.cost, live | bit, done | bit))
-        for step in steps:
-            if step[0] < best.get(step[1:], math.inf):
-                best[step[1:]] = step[0]
-                heapq.heappush(queue, step)
-    return math.inf
 
 
 @UNTIMED
