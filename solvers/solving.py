@@ -269,7 +269,7 @@ class _Judge:
             if within and better:
                 self._best, self._cost, self._peak = schedule, truth.cost, truth.peak
                 self.changes += 1
-                self._stop_if_proven()
+            self._stop_if_proven()
 
     def bound(self, lower_bound: float) -> None:
         """Receives a proven lower bound in seconds."""
@@ -281,6 +281,8 @@ class _Judge:
 
     def _proven(self) -> bool:
         """Whether nothing better than the best schedule exists."""
+        if self.problem.budget < self.floor:  # then the least feasible budget is looked for
+            return self._least_peak <= self.floor
         if self._best is None:
             return False
         if self.problem.minimize == "peak":
@@ -322,6 +324,11 @@ class _Judge:
             else:
                 status = Status.NOTHING_FOUND if self._best is None else Status.FEASIBLE
             found = self._best is not None
+            if not found and not message:
+                message = (
+                    "no schedule within the budget was found; the least peak of those tried is "
+                    f"{self._least_peak:,} bytes"
+                )
             return Result(
                 status=status,
                 schedule=self._best,
@@ -340,7 +347,9 @@ class _Judge:
             )
 
 
-_LEAST_PEAK_SECONDS = 2.0  # spent on "what would be feasible?" once a budget is not
+def _least_peak_seconds(graph: Graph) -> float:
+    """Spent on "what would be feasible?" once a budget is not."""
+    return min(2.0, 0.02 * len(graph))
 
 
 def _least_peak(problem: Problem, monitor: Monitor) -> Outcome:
@@ -350,7 +359,7 @@ def _least_peak(problem: Problem, monitor: Monitor) -> Outcome:
         budget=simulate(problem.graph, range(len(problem.graph))).peak,
         minimize="peak",
         max_overhead=None,
-        options={"seconds": _LEAST_PEAK_SECONDS},
+        options={"seconds": _least_peak_seconds(problem.graph)},
     )
     load_method("anneal")(anything, monitor)  # proposes as it goes
     return Outcome(None, infeasible=True)

@@ -1,0 +1,220 @@
+"""What holds for every method on every graph: legal, within the budget, never below the bound.
+
+On graphs small enough to search, the optimum over all schedules is known, and
+the exact methods must meet it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import pytest
+from dags import graphs, optimum, plain_peak, unit_chain
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from remat.solvers import Graph, Node, Result, Status, frontier, simulate, solve
+from remat.solvers.solving import METHODS, OPTIMAL_GAP
+
+NEEDS = {"moccasin": "ortools"}
+AVAILABLE = [name for name in METHODS if name not in NEEDS or importlib.util.find_spec(NEEDS[name])]
+# Whatever minimizes the cost of something else than the program asked for says so.
+COST_ONLY = {"checkmate", "lp_rounding", "moments", "gap_cover"}
+PARTS = st.sampled_from([1.0, 0.9, 0.75, 0.6, 0.45])
+
+
+def few(examples: int) -> settings:
+    return settings(
+        deadline=None,
+        max_examples=examples,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+
+
+def run(graph: Graph, budget: int, solver: str, **arguments: object) -> Result:
+    """A solve, checked for all that a result promises."""
+    # These two go on until the time is over, or the gap is closed.
+    seconds = 0.5 if solver in ("auto", "gap_cover") else 5.0
+    settings: dict[str, object] = {"time_limit": seconds, "workers": 1, **arguments}
+    if solver == "anneal" and "moves" not in settings:
+        settings["moves"] = 20_000
+    result = solve(graph, budget, solver=solver, **settings)  # type: ignore[arg-type]
+    assert result.seconds >= 0
+    assert result.lower_bound >= graph.cost * (1 - 1e-12)
+    if result.schedule is None:
+        assert result.message
+        assert result.status in (Status.NOTHING_FOUND, Status.INFEASIBLE)
+        assert result.cost is result.peak is result.overhead is result.gap is None
+        assert budget < plain_peak(graph)
+        assert result.least_budget > budget
+    else:
+        truth = simulate(graph, result.schedule)
+        assert (truth.peak, truth.cost) == (result.peak, result.cost)
+        assert truth.peak <= budget
+        assert truth.cost >= result.lower_bound * (1 - 1e-12)
+        assert result.status in (Status.OPTIMAL, Status.FEASIBLE)
+        assert result.least_budget <= truth.peak
+    return result
+
+
+@pytest.mark.parametrize("solver", AVAILABLE)
+def test_legal_and_within_budget_or_why_not(solver: str) -> None:
+    @few(4 if solver in ("lp_rounding", "checkmate", "moccasin", "auto") else 12)
+    @given(graphs(most=10), PARTS)
+    def check(graph: Graph, part: float) -> None:
+        run(graph, int(plain_peak(graph) * part), solver)
+
+    check()
+
+
+@few(12)
+@given(graphs(most=6), PARTS)
+@pytest.mark.parametrize("backend", ["cbc", "highs"])
+def test_checkmate_is_optimal_for_the_given_order(backend: str, graph: Graph, part: float) -> None:
+    if backend == "cbc":
+        pytest.importorskip("cylp")
+    budget = int(plain_peak(graph) * part)
+    result = run(graph, budget, "checkmate", backend=backend)
+    least = optimum(graph, budget, in_stages=True)
+    if result.cost is None:
+        assert least == math.inf
+    else:
+        assert result.cost == pytest.approx(least)
+
+
+@few(12)
+@given(graphs(most=7), PARTS)
+def test_auto_and_anneal_reach_the_optimum_of_all_orders(graph: Graph, part: float) -> None:
+    budget = int(plain_peak(graph) * part)
+    least = optimum(graph, budget)
+    annealed = run(graph, budget, "anneal", moves=100_000)
+    result = run(graph, budget, "auto", time_limit=2.0)
+    if least == math.inf:
+        assert annealed.schedule is result.schedule is None
+    else:
+        assert result.cost == pytest.approx(least)
+        assert annealed.cost == pytest.approx(least)
+
+
+@pytest.mark.parametrize("solver", ["gap_cover", "moments"])
+def test_the_bound_is_below_the_optimum_of_all_orders(solver: str) -> None:
+    @few(40)
+    @given(graphs(most=7), PARTS)
+    def check(graph: Graph, part: float) -> None:
+        budget = int(plain_peak(graph) * part)
+        result = run(graph, budget, solver, time_limit=0.5)
+        assert result.lower_bound <= optimum(graph, budget) * (1 + 1e-9)
+        if result.status is Status.INFEASIBLE:
+            assert optimum(graph, budget) == math.inf
+
+    check()
+
+
+@few(60)
+@given(graphs(most=7))
+def test_no_schedule_is_below_the_proven_floor(graph: Graph) -> None:
+    result = solve(graph, 0, solver="checkpoint_all", time_limit=1e-3)
+    if result.floor > 0:
+        assert result.status is Status.INFEASIBLE
+        assert optimum(graph, result.floor - 1) == math.inf
+        assert result.least_budget >= result.floor
+
+
+@pytest.mark.parametrize("budget", range(4, 9))
+def test_exact_methods_agree_on_a_chain(budget: int) -> None:
+    graph = unit_chain(4, reads=2)
+    least = optimum(graph, budget)
+    for solver in ("checkmate", "auto", "anneal"):
+        result = run(graph, budget, solver)
+        assert result.cost == (None if least == math.inf else least)
+    proof = solve(graph, budget, solver="auto", workers=2)
+    if proof.schedule is not None:
+        assert proof.status is Status.OPTIMAL
+        assert proof.gap is not None
+        assert proof.gap <= OPTIMAL_GAP
+
+
+def full(**changes: object) -> Graph:
+    """Everything that a graph can ask for, small enough to know the answer.
+
+    a -> b -> c -> d -> e(reads a too); ``once`` reads b and must run once,
+    ``writer`` overwrites what b reads.
+    """
+    nodes = (
+        Node("a", 1, 4),
+        Node("b", 2, 4, workspace=3),
+        Node("once", 1, 2, recomputable=False),
+        Node("c", 3, 6),
+        Node("in_place", 1, 6, forward=3),
+        Node("writer", 1, 0, recomputable=False, backward=True),
+        Node("d", 1, 3, backward=True),
+        Node("e", 1, 2, backward=True),
+    )
+    edges = ((0, 1), (1, 2), (1, 3), (3, 4), (4, 5), (4, 6), (2, 6), (1, 6), (6, 7), (0, 7))
+    settings: dict[str, object] = {
+        "resident": 10, "outputs": (2, 7), "order": ((1, 5),), **changes,
+    }  # fmt: skip
+    return Graph("full", nodes, edges, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("solver", AVAILABLE)
+def test_every_property_of_a_graph_is_honoured(solver: str) -> None:
+    graph = full()
+    for budget in range(plain_peak(graph), 20, -1):
+        result = run(graph, budget, solver)
+        assert (result.cost or math.inf) >= optimum(graph, budget)
+        if result.schedule is None:
+            break
+        runs = [result.schedule.count(index) for index in range(len(graph))]
+        assert runs[2] == runs[5] == 1
+        assert 1 not in result.schedule[result.schedule.index(5) :]
+
+
+@pytest.mark.parametrize("solver", [name for name in AVAILABLE if name not in COST_ONLY])
+def test_least_peak_within_an_overhead(solver: str) -> None:
+    graph = unit_chain(8, reads=2)
+    budget = plain_peak(graph)
+    for allowed in (0.0, 0.25, 0.5):
+        result = run(graph, budget, solver, minimize="peak", max_overhead=allowed)
+        if result.overhead is not None:
+            assert result.overhead <= allowed + 1e-12
+    assert result.peak is not None
+    if solver in ("auto", "anneal"):
+        least = min(b for b in range(4, budget) if optimum(unit_chain(8, reads=2), b) <= 24)
+        assert result.peak == least
+
+
+def test_a_lower_peak_is_never_promised_beyond_the_overhead() -> None:
+    graph = unit_chain(12, reads=2)
+    plain = run(graph, plain_peak(graph), "anneal", minimize="peak", max_overhead=0.0)
+    half = run(graph, plain_peak(graph), "anneal", minimize="peak", max_overhead=0.5)
+    assert plain.peak is not None
+    assert half.peak is not None
+    assert half.peak < plain.peak
+
+
+@few(6)
+@given(graphs(most=8))
+def test_a_frontier_never_rises(graph: Graph) -> None:
+    peak = plain_peak(graph)
+    budgets = [peak, int(0.8 * peak), int(0.6 * peak), int(0.7 * peak)]
+    results = frontier(graph, budgets, solver="anneal", moves=10_000, workers=1)
+    assert [result.budget for result in results] == budgets
+    by_budget = sorted(results, key=lambda result: result.budget)
+    costs = [math.inf if result.cost is None else result.cost for result in by_budget]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] == graph.cost
+    for result in results:
+        if result.schedule is not None:
+            assert simulate(graph, result.schedule).peak <= result.budget
+
+
+@few(10)
+@given(graphs(most=12), st.integers(0, 2**32))
+def test_the_same_seed_and_moves_give_the_same_schedule(graph: Graph, seed: int) -> None:
+    budget = int(plain_peak(graph) * 0.7)
+    first, second = (
+        run(graph, budget, "anneal", moves=5000, seed=seed, workers=2) for _ in range(2)
+    )
+    assert first.schedule == second.schedule
