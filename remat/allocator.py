@@ -8,14 +8,17 @@ limit).
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
 import tensorflow as tf
 
 _SMALLEST_CLAIM = 1 << 20  # bytes
+_ALIGNMENT = 256  # bytes; every chunk is a multiple
 _GPU_SHARE = 0.92  # of a GPU's memory that TensorFlow takes at most, by default
 
 
@@ -67,18 +70,100 @@ def reset_peak(device: Device) -> None:
     tf.config.experimental.reset_memory_stats(device.name)
 
 
-def claim(device: Device, count: int) -> None:
+@dataclass(frozen=True)
+class Block:
+    """A stretch of an allocator's pool that was free in one piece.
+
+    Attributes:
+      address: where it starts.
+      bytes: how long it is.
+    """
+
+    address: int
+    bytes: int
+
+    def holds(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor lies in it."""
+        return 0 <= _address(tensor) - self.address < self.bytes
+
+
+_claimed: dict[str, Block] = {}  # by device: a pool that may not grow is claimed once
+
+
+def claim(device: Device, count: int) -> Block | None:
     """Makes the allocator's pool hold one free block of ``count`` bytes.
 
-    If the block cannot be had, nothing changes.
+    Returns:
+      The block, or one that was claimed before if that is as large or nothing
+      more can be had; None if there is none.
     """
-    if not device.counted or count < _SMALLEST_CLAIM:
-        return
+    block = _claimed.get(device.name)
+    if block is not None and (device.limit is not None or block.bytes >= count):
+        return block
+    if count < _SMALLEST_CLAIM:
+        return None
     try:
-        with tf.device(device.name):
-            tf.raw_ops.Empty(shape=[count], dtype=tf.uint8, init=False)
+        tensor, size = _chunk(device, count)
     except tf.errors.ResourceExhaustedError:
-        return  # the pool is not what its model says; the measured peak will tell
+        return None  # the pool is not what its model says; the measured peak will tell
+    _claimed[device.name] = Block(_address(tensor), size)
+    return _claimed[device.name]
+
+
+def lay_slots(
+    device: Device, block: Block, sizes: Sequence[int]
+) -> tuple[tuple[int, ...], list[tf.Tensor]]:
+    """Leaves a free chunk of each size at the start of a block.
+
+    ``memory.Arena.lay_slots`` says what for.
+
+    Args:
+      device: whose allocator.
+      block: the largest free chunk.
+      sizes: of the slots.
+
+    Returns:
+      The sizes of the free chunks outside of the block, and what walls the
+      slots off, as long as it is kept.
+    """
+    # Holes are found by taking them: an allocation goes to the smallest chunk
+    # that can hold it, and takes all of it below twice the request.
+    holes = []
+    size = 1 << (block.bytes // 2).bit_length() - 1
+    while size >= _ALIGNMENT:
+        tensor, chunk = _chunk(device, size)
+        if block.holds(tensor):
+            size //= 2
+        else:
+            holes.append((tensor, chunk))
+        del tensor
+    slots: list[tf.Tensor] = []
+    walls: list[tf.Tensor] = []
+    try:
+        for size in sizes:
+            slots.append(_chunk(device, size)[0])
+            walls.append(_chunk(device, 1)[0])
+    except tf.errors.ResourceExhaustedError:
+        walls = []  # hopelessly small; planning will say so
+    return tuple(chunk for _, chunk in holes), walls
+
+
+def _chunk(device: Device, count: int) -> tuple[tf.Tensor, int]:
+    """A tensor of ``count`` bytes or a little more, and the size of its chunk."""
+    shape = tf.constant([-(-count // _ALIGNMENT), _ALIGNMENT])
+    before = bytes_in_use(device)
+    with tf.device(device.name):
+        tensor = tf.raw_ops.Empty(shape=shape, dtype=tf.uint8, init=False)
+    return tensor, bytes_in_use(device) - before
+
+
+def _address(tensor: tf.Tensor) -> int:
+    """Where a tensor's bytes are."""
+    capsule = tf.experimental.dlpack.to_dlpack(tensor)
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    # The first member of a DLManagedTensor is its address.
+    return ctypes.cast(pointer(capsule, b"dltensor"), ctypes.POINTER(ctypes.c_uint64))[0]
 
 
 def memory_for_budget(device: Device) -> tuple[int, str]:

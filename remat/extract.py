@@ -22,6 +22,7 @@ Contracting an edge to an only successor cannot close a cycle.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -504,13 +505,16 @@ def expand(extraction: Extraction, schedule: Sequence[int]) -> tuple[Event, ...]
     """The events that carry out a schedule of the graph.
 
     A node's operations run in order; small operations run as soon as what they
-    need has run; aliases and reads appear when first needed for each copy.
+    need has run; aliases and reads appear when first needed for each copy.  A
+    small variable is overwritten after its last reader has run: TensorFlow
+    would copy it otherwise, and the copy, somewhere in the middle of the pool,
+    would stay there for good.
     """
-    return _Expander(extraction).run(schedule)
+    return _Expander(extraction, schedule).run(schedule)
 
 
 class _Expander:
-    def __init__(self, extraction: Extraction) -> None:
+    def __init__(self, extraction: Extraction, schedule: Sequence[int]) -> None:
         self.program = extraction.program
         self.groups = extraction.groups
         self.small = extraction.small
@@ -526,6 +530,31 @@ class _Expander:
             for source in before:
                 self.unlocks[source].append(index)
         self.ready: list[int] = []  # small operations that may run
+        # Runs of nodes that still come before a read variable is overwritten.
+        self.reads_left: dict[int, int] = {}
+        self.overwrites: dict[int, list[int]] = {}
+        self._wait_for_readers(schedule)
+
+    def _wait_for_readers(self, schedule: Sequence[int]) -> None:
+        ops = self.program.ops
+        runs = Counter(index for node in schedule for index in self.groups[node])
+        leads_to_node = [False] * len(ops)
+        for index in range(len(ops) - 1, -1, -1):
+            leads_to_node[index] = any(
+                other in runs or leads_to_node[other] for other in self.unlocks[index]
+            )
+        for index in self.small:
+            op = ops[index]
+            if op.kind is not Kind.ONCE or leads_to_node[index]:
+                continue  # what comes after it cannot wait
+            for read in op.controls:
+                if ops[read].kind is not Kind.READ:
+                    continue
+                left = sum(runs[reader] for reader, _ in _readers(self.program, read))
+                if left:
+                    self.reads_left[read] = left
+                    self.overwrites.setdefault(read, []).append(index)
+                    self.waiting[index] += 1
 
     def run(self, schedule: Sequence[int]) -> tuple[Event, ...]:
         free = [index for index, count in enumerate(self.waiting) if not count]
@@ -574,7 +603,22 @@ class _Expander:
         self.newest[index] = len(self.events) - 1
         if copy == 0 and op.kind in (Kind.ARGUMENT, Kind.PURE, Kind.ONCE):
             self._available(index)
+        if op.kind in (Kind.PURE, Kind.ONCE):
+            self._count_reads(index)
         return self.newest[index]
+
+    def _count_reads(self, index: int) -> None:
+        for source, _ in self.program.ops[index].inputs:
+            while self.program.ops[source].kind is Kind.ALIAS:
+                source = self.program.ops[source].inputs[0][0]
+            if source not in self.reads_left:
+                continue
+            self.reads_left[source] -= 1
+            if self.reads_left[source] == 0:
+                for write in self.overwrites[source]:
+                    self.waiting[write] -= 1
+                    if not self.waiting[write]:
+                        self._available(write)
 
     def _ensure(self, index: int) -> int:
         """The event that holds the newest copy of an operation's result."""

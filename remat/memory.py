@@ -7,6 +7,11 @@ the other; an output is allocated when its operation runs, or takes over the
 buffer of an input that nobody else holds; a buffer is freed when the last
 operation that reads it is done.
 
+The events are run several times over, as a training loop runs a step: the
+caller still holds the previous results while the next step runs, and the
+previous batch while it makes the next one.  What they leave where decides
+where the next step finds room.
+
 ``Arena`` follows TensorFlow's "best-fit with coalescing" allocator
 (tensorflow/core/framework bfc_allocator): requests are rounded up to 256
 bytes, a free chunk smaller than twice the request is handed out whole, free
@@ -17,7 +22,7 @@ chunks, so it is a few percent above the bytes requested.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .program import Kind, Program, Tensor
@@ -27,6 +32,9 @@ _BINS = 21
 _SPLIT_WASTE = 128 << 20  # bytes; a larger remainder is always split off
 _ENDLESS = 1 << 50  # bytes
 _FIRST_REGION = 2 << 20  # bytes; regions then double
+_STEPS = 3  # runs until batches and results come to lie where they did before
+_SMALLEST_SLOT = 1 << 16  # bytes; what is smaller finds room anywhere
+_SMALL_VALUES = 1 << 18  # bytes
 
 
 class OutOfMemoryError(MemoryError):
@@ -87,16 +95,14 @@ class Arena:
       limit: bytes of all regions together, or None for no limit.
       growth: regions start small and double (CPU, or GPU memory growth);
         otherwise one region of ``limit`` bytes is there from the start.
+      held: bytes in use of which nothing more needs to be known.
     """
 
-    def __init__(self, limit: int | None = None, growth: bool = True) -> None:
+    def __init__(self, limit: int | None = None, growth: bool = True, held: int = 0) -> None:
         self.limit = limit
-        self.in_use = 0
-        self.peak = 0
-        self.reserved = 0
-        self.footprint = 0
+        self.in_use = self.peak = self.reserved = self.footprint = held
         self._next_region = _FIRST_REGION
-        self._address = 0
+        self._address = held
         self._bins: list[list[tuple[int, int]]] = [[] for _ in range(_BINS)]
         self._free: dict[int, _Chunk] = {}  # by address
         if not growth:
@@ -155,6 +161,21 @@ class Arena:
         if size >= _ALIGNMENT:
             self._add_region(size // _ALIGNMENT * _ALIGNMENT)
 
+    def lay_slots(self, sizes: Iterable[int]) -> None:
+        """Leaves a free chunk of each size at the start of the largest one.
+
+        An exact fit is the best fit: what is allocated and freed between steps
+        goes there, and the rest stays in one piece.  A chunk that is never
+        freed walls each slot off.
+        """
+        holes = sorted(chunk.size for chunk in self._free.values())[:-1]
+        taken = [self.allocate(size) for size in holes]
+        for size in sizes:
+            taken.append(self.allocate(size))
+            self.allocate(_ALIGNMENT)
+        for chunk in taken:
+            self.free(chunk)
+
     def _find(self, rounded: int) -> _Chunk | None:
         for number in range(_bin(rounded), _BINS):
             entries = self._bins[number]
@@ -204,23 +225,43 @@ class Pool:
     """An allocator's memory pool as a step finds it.
 
     Attributes:
+      held: sizes of what was allocated before the step was planned, in order.
+      constants: sizes of what the lowered step holds.
+      arguments, results: sizes of a batch and of what a step returns; its
+        caller holds one of each while a step runs.
       limit: bytes that it may hold, or None if that is no concern.
       growth: whether it started small and doubled.
-      held: sizes of what was allocated before the step was planned, in order.
       highest: most bytes that were ever in use.
-      later: sizes of what is held during the step beside that.
+      in_use: bytes of all chunks in use before the step, if ``free`` is known.
+      free: sizes of the free chunks that were found, the largest (what is
+        claimed) last; empty if they are to be guessed from the rest.
+      withheld: bytes at the end of the largest chunk to leave alone.
     """
 
     held: tuple[int, ...]
-    later: tuple[int, ...] = ()
+    constants: tuple[int, ...] = ()
+    arguments: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
     limit: int | None = None
     growth: bool = True
     highest: int = 0
+    in_use: int = 0
+    free: tuple[int, ...] = ()
+    withheld: int = 0
 
     @property
     def resident(self) -> int:
         """Bytes held throughout the step."""
-        return sum(self.held) + sum(self.later)
+        return sum(self.held) + sum(self.constants) + sum(self.arguments) + sum(self.results)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Sizes of the chunks to lay out: one for constants and other small
+        values; two for each tensor of a batch and of the results, because the
+        next one is made before the last one is given up."""
+        small = _SMALL_VALUES + sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in self.constants)
+        large = [size for size in (*self.arguments, *self.results) if size >= _SMALLEST_SLOT]
+        return (small, *large, *large)
 
     def unclaimed(self) -> int:
         """Bytes that the limit still allows for one more region."""
@@ -228,14 +269,22 @@ class Pool:
         return self.limit - self._grown().reserved
 
     def arena(self) -> Arena:
-        """A model of the pool, with what is resident allocated.
+        """A model of the pool, with slots laid and constants allocated.
 
         Raises:
           OutOfMemoryError: if not even that fits.
         """
-        arena = self._grown()
-        arena.claim(_ENDLESS if self.limit is None else self.limit - arena.reserved)
-        for size in self.later:
+        if self.free:
+            arena = Arena(held=self.in_use)
+            for size in self.free[:-1]:
+                arena.claim(size)
+            largest = self.free[-1]
+        else:
+            arena = self._grown()
+            largest = 0 if self.limit is None else self.limit - arena.reserved
+        arena.claim(_ENDLESS if self.limit is None else largest - self.withheld)
+        arena.lay_slots(self.slots)
+        for size in self.constants:
             arena.allocate(size)
         return arena
 
@@ -268,7 +317,7 @@ def simulate(
     workspace: Mapping[int, int],
     pool: Pool,
 ) -> Usage:
-    """Runs events one after the other, on paper.
+    """Runs events one after the other, on paper, for a few steps.
 
     Args:
       program: the operations.
@@ -280,11 +329,44 @@ def simulate(
       OutOfMemoryError: if a request does not fit in the pool's limit.
     """
     arena = pool.arena()
+    references = _references(program, events)
+    batch: list[_Chunk] = []
+    results: list[_Chunk] = []
+    steps = []
+    for _ in range(_STEPS):
+        next_batch = [arena.allocate(size) for size in pool.arguments if size]
+        for chunk in batch:
+            arena.free(chunk)
+        batch = next_batch
+        timeline, requested, returned = _simulate_step(
+            program, events, references, workspace, arena, pool.resident
+        )
+        for chunk in results:
+            arena.free(chunk)
+        results = returned
+        steps.append((timeline, requested))
+    timeline, requested = max(steps, key=lambda step: max(step[0], default=0))
+    return Usage(
+        max(timeline, default=arena.in_use),
+        arena.footprint,
+        max(requested, default=pool.resident),
+        tuple(timeline),
+        tuple(requested),
+    )
+
+
+def _simulate_step(
+    program: Program,
+    events: Sequence[Event],
+    references: Sequence[Sequence[int]],
+    workspace: Mapping[int, int],
+    arena: Arena,
+    held: int,
+) -> tuple[list[int], list[int], list[_Chunk]]:
+    """Bytes in use and bytes requested while each event runs, and the results."""
     ops = program.ops
-    pending = _references(program, events)
     buffers: list[list[_Buffer]] = []
     timeline, requested = [], []
-    held = pool.resident
 
     def release(buffer: _Buffer, count: int) -> int:
         buffer.references -= count
@@ -294,7 +376,6 @@ def simulate(
             arena.free(buffer.chunk)
         return buffer.bytes
 
-    arena.peak = arena.in_use
     for index, event in enumerate(events):
         op = ops[event.op]
         extra = 0
@@ -322,12 +403,14 @@ def simulate(
         buffers.append(outputs)
         # While it runs, an operation holds its outputs; then its readers do.
         for number, buffer in enumerate(outputs):
-            buffer.references += 1 + pending[index][number]
+            buffer.references += 1 + references[index][number]
         for source, number in event.inputs:
             held -= release(buffers[source][number], 1)
         for buffer in outputs:
             held -= release(buffer, 1)
-    return Usage(arena.peak, arena.footprint, max(requested), tuple(timeline), tuple(requested))
+    newest = {event.op: index for index, event in enumerate(events)}
+    returned = {id(b): b for b in (buffers[newest[op]][number] for op, number in program.outputs)}
+    return timeline, requested, [b.chunk for b in returned.values() if b.chunk is not None]
 
 
 def _references(program: Program, events: Sequence[Event]) -> list[list[int]]:

@@ -143,7 +143,7 @@ def plain_usage(program: Program, workspace: Mapping[int, int], pool: Pool) -> U
 
 
 def pool_of(program: Program, other_bytes: int = 0, highest: int = 0) -> Pool:
-    """The memory pool that a step finds: variables, arguments, constants.
+    """The memory pool that a step finds: variables, constants, batch, results.
 
     Args:
       program: the step.
@@ -153,9 +153,12 @@ def pool_of(program: Program, other_bytes: int = 0, highest: int = 0) -> Pool:
     variables = [size for size in program.variable_bytes.values() if size]
     return Pool(
         held=(*variables, *([other_bytes] if other_bytes > 0 else [])),
-        later=(
-            *(sum(program.ops[index].bytes) for index in program.inputs),
-            *(sum(op.bytes) for op in program.ops if op.kind is Kind.CONSTANT),
+        constants=tuple(sum(op.bytes) for op in program.ops if op.kind is Kind.CONSTANT),
+        arguments=tuple(sum(program.ops[index].bytes) for index in program.inputs),
+        results=tuple(
+            program.ops[op].bytes[number]
+            for op, number in dict.fromkeys(program.outputs)
+            if program.ops[op].kind in (Kind.PURE, Kind.ONCE)
         ),
         highest=highest,
     )
@@ -310,8 +313,8 @@ def _carry_out(prepared: Prepared, plan: Plan, target: int, device: Device) -> P
     if device.limit is not None and device.limit < ROOMY * plan.budget:
         # Every chunk must find a place in a pool that ends, and the end of it
         # makes chunks larger.  Where the limit is the budget, keep some spare.
-        spare = MARGIN if is_tight(device, plan.budget) else 0
-        limited = replace(pool, limit=int(device.limit * (1 - spare)))
+        spare = int(MARGIN * device.limit) if is_tight(device, plan.budget) else 0
+        limited = replace(pool, limit=device.limit, withheld=spare)
         try:
             usage = simulate(program, events, workspace, limited)
             needed = usage.peak

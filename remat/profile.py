@@ -276,7 +276,14 @@ def measured_pricer(
         return Pricer(spec, load_table(path) if path.exists() else Table())
 
     pricer = measure(signatures, share=0.98)
-    # Seconds of the rest can be told from other rows; scratch memory cannot.
+    # Seconds of the rest can be told from other rows; scratch memory cannot:
+    # the largest of each type that has no row yet says whether it takes any.
+    known = {row.signature.op for row in pricer.table.rows}
+    largest: dict[str, OpSignature] = {}
+    for signature in sorted(set(signatures), key=lambda s: s.input_bytes + s.output_bytes):
+        if signature.op not in known:
+            largest[signature.op] = signature
+    pricer = measure(largest.values(), share=1.0)
     prices = {signature: pricer.price(signature) for signature in set(signatures)}
     return measure(
         [s for s, price in prices.items() if price.workspace and price.kind != "measured"],

@@ -21,11 +21,9 @@ from .allocator import Device
 from .lower import lower
 from .memory import Pool
 from .planning import (
-    MARGIN,
     ROOMY,
     Planned,
     StepPlan,
-    is_tight,
     load_plan,
     make_plan,
     plain_usage,
@@ -41,6 +39,7 @@ from .solvers.budget import format_bytes, parse_budget
 log = logging.getLogger("remat")
 
 _TRIALS = 4  # measured runs, at most, until the peak is within the budget
+_TRIAL_STEPS = 2  # with batch and results where they are for every other step
 _WATCHED_CALLS = 2  # first calls whose peak is measured
 _MEASURING = threading.RLock()  # the allocator's counters are the whole process's
 # Stateful operations whose every effect is on variables (which a trial run
@@ -112,7 +111,7 @@ class CompiledStep:
             with self._timed("trace"):
                 say.line("tracing the step")
                 traced, program = read(function, input_signature, autograph=autograph)
-            pool = pool_of(program)
+            pool, block = pool_of(program), None
             if self.device.counted:
                 pool = pool_of(
                     program,
@@ -120,12 +119,17 @@ class CompiledStep:
                     allocator.peak_before_claims(self.device),
                 )
                 wanted, _ = self._resolve_budget(plain_usage(program, {}, pool).peak)
-                self._claim(pool, wanted)
+                block = self._claim(pool, wanted)
             with self._timed("price"):
                 self.prepared = prepare(
                     traced, program, pool, name=name, profile=options.profile, progress=say.line
                 )
             self.budget, self.budget_source = self._resolve_budget(self.prepared.plain.peak)
+            if block is not None:
+                in_use = allocator.bytes_in_use(self.device)
+                holes, self._walls = allocator.lay_slots(self.device, block, pool.slots)
+                pool = replace(pool, in_use=in_use, free=(*holes, block.bytes))
+                self.prepared = replace(self.prepared, pool=pool)
             with self._timed("solve"):
                 if options.plan is not None:
                     self.planned = load_plan(
@@ -179,6 +183,7 @@ class CompiledStep:
             stacklevel=3,
         )
         ceiling = self.plan.peak - (self.measured_peak - self.budget) - self.budget // 200
+        ceiling = max(ceiling, 1)
         try:
             with ProgressLine(False) as say:
                 self.planned = self._solve(ceiling, say)
@@ -241,29 +246,30 @@ class CompiledStep:
             self._run = lower(self.prepared.program, self.planned.events)
 
     def _trial(self) -> int | None:
-        """Peak bytes of one run on zeros, or None if memory ran out.
+        """Peak bytes of a few runs on zeros, or None if memory ran out.
 
-        Under a hard limit some of it is withheld, so that what passes here
-        passes in training too, where the pool is chopped up a little otherwise.
+        As in a training loop, the last results are held during the next run.
         """
         program = self.prepared.program
-        withheld = int(self.budget * MARGIN) if is_tight(self.device, self.budget) else 0
+        peak = 0
         with _variables_put_back(program):
-            inputs = [
-                tf.zeros(program.ops[index].shapes[0], program.ops[index].dtypes[0])
-                for index in program.inputs
-            ]
-            try:
-                spare = tf.raw_ops.Empty(shape=[withheld], dtype=tf.uint8, init=False)
+            inputs: list[tf.Tensor] = []
+            results: list[tf.Tensor] = []
+            for _ in range(_TRIAL_STEPS):
+                inputs = [
+                    tf.zeros(program.ops[index].shapes[0], program.ops[index].dtypes[0])
+                    for index in program.inputs
+                ]
                 allocator.reset_peak(self.device)
-                results = self._run(*inputs)
-            except tf.errors.ResourceExhaustedError:
-                return None
-            peak = allocator.peak_bytes(self.device)
-            del results, inputs, spare
-        return peak - withheld
+                try:
+                    results = self._run(*inputs)
+                except tf.errors.ResourceExhaustedError:
+                    return None
+                peak = max(peak, allocator.peak_bytes(self.device))
+            del results, inputs
+        return peak
 
-    def _claim(self, pool: Pool, budget: int) -> None:
+    def _claim(self, pool: Pool, budget: int) -> allocator.Block | None:
         """Claims what the pool may still grow by as one block.
 
         A pool that grows by doubling ends up in many regions, and a tensor
@@ -271,12 +277,13 @@ class CompiledStep:
         """
         limit = self.device.limit
         if not self.device.growth:
-            return
+            return None
         if limit is not None and limit < ROOMY * budget:
-            allocator.claim(self.device, replace(pool, limit=limit).unclaimed())
-        elif self.device.name.startswith("CPU"):
+            return allocator.claim(self.device, replace(pool, limit=limit).unclaimed())
+        if self.device.name.startswith("CPU"):
             # Addresses, not memory.
-            allocator.claim(self.device, ROOMY * budget)
+            return allocator.claim(self.device, ROOMY * budget)
+        return None
 
     def _resolve_budget(self, plain_peak: int) -> tuple[int, str]:
         """The budget in bytes, and where the figure comes from."""

@@ -76,7 +76,7 @@ def _allocations(space: xplane_pb2.XSpace, on_gpu: bool) -> list[Allocation]:
                         seconds=(line.timestamp_ns * 1000 + event.offset_ps) * 1e-12,
                         requested=sign * number("requested_bytes"),
                         chunk=sign * number("allocation_bytes"),
-                        address=number("address"),
+                        address=number("addr"),
                         op=text("tf_op"),
                     )
                 )
