@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.core.protobuf import config_pb2
+from tensorflow.python.eager import context
 
 from .memory import Event
 from .program import Kind, Program
@@ -60,6 +61,11 @@ def lower(program: Program, events: Sequence[Event]) -> Callable[..., list[tf.Te
             graph_def, input_map=bound, return_elements=outputs, name=""
         )
 
+    for definition in program.library.library.function:
+        # The graph knows the functions that its operations call; the runtime
+        # knows only those that were called from Python.
+        if not context.context().has_function(definition.signature.name):
+            context.context().add_function_def(definition)
     inner = tf.function(
         body,
         input_signature=specs,

@@ -10,13 +10,14 @@ made of the very operations that the plain ``tf.function`` would have run.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2, node_def_pb2
-from tensorflow.core.protobuf import meta_graph_pb2
+from tensorflow.core.framework import graph_pb2, node_def_pb2, types_pb2
+from tensorflow.core.protobuf import config_pb2, meta_graph_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.framework import kernels
 from tensorflow.python.grappler import tf_optimizer
@@ -25,6 +26,10 @@ from .executor import execution_order
 
 _HANDLE = "/remat_handle"  # suffix of the stand-in for an argument's variable
 _SHAPE = "_remat_shape"
+_SHAPES = "_output_shapes"  # TensorFlow's own name
+# Only Python knows the shapes of these, and Grappler forgets them.
+_UNINFERABLE = ("EagerPyFunc", "PyFunc", "PartitionedCall", "StatefulPartitionedCall")
+_numbers = itertools.count()
 
 
 class TraceError(ValueError):
@@ -82,7 +87,7 @@ def trace(
     captured = source.captures  # (external, placeholder) pairs
     arguments = source.inputs[: len(source.inputs) - len(captured)]
 
-    graph_def = source.as_graph_def()
+    graph_def = source.as_graph_def(add_shapes=True)
     nodes = {node.name: node for node in graph_def.node}
     for external, placeholder in captured:
         _describe_variable(nodes[placeholder.op.name], external)
@@ -96,6 +101,10 @@ def trace(
     for node in optimised.node:
         if node.name in inputs:
             _restore_argument(node)
+        elif node.op in _UNINFERABLE and node.name in nodes:
+            node.attr[_SHAPES].CopyFrom(nodes[node.name].attr[_SHAPES])
+    _bypass_loops(optimised)
+    _rename_functions(optimised)
 
     graph = tf.Graph()
     with graph.as_default():
@@ -155,9 +164,54 @@ def _restore_argument(node: node_def_pb2.NodeDef) -> None:
     node.CopyFrom(restored)
 
 
+def _bypass_loops(graph_def: graph_pb2.GraphDef) -> None:
+    """What reads a variable's handle after a loop, reads the one before it.
+
+    A loop returns every handle that it takes, but not the shape behind it.
+    """
+    handles = {
+        f"{node.name}:{number}": node.input[number]
+        for node in graph_def.node
+        if node.op in ("While", "StatelessWhile")
+        for number, kind in enumerate(node.attr["T"].list.type)
+        if kind == types_pb2.DT_RESOURCE
+    }
+    for node in graph_def.node:
+        for slot, name in enumerate(node.input):
+            while name in handles:
+                name = handles[name]
+            node.input[slot] = name
+
+
+def _rename_functions(graph_def: graph_pb2.GraphDef) -> None:
+    """Gives the functions that operations call names that no other step has.
+
+    Grappler makes variants of functions, under names that may be those of
+    other variants, made for another step.
+    """
+    number = next(_numbers)
+    functions = graph_def.library.function
+    names = {f.signature.name: f"{f.signature.name}_{number}" for f in functions}
+    for function in functions:
+        function.signature.name = names[function.signature.name]
+    for node in [*graph_def.node, *(node for f in functions for node in f.node_def)]:
+        node.op = names.get(node.op, node.op)
+        for value in node.attr.values():
+            called = list(value.list.func)
+            if value.HasField("func"):
+                called.append(value.func)
+            for function in called:
+                function.name = names.get(function.name, function.name)
+
+
 def _grappler(graph_def: graph_pb2.GraphDef, keep: Sequence[str]) -> graph_pb2.GraphDef:
     """Runs Grappler with the settings in force, keeping the named nodes."""
-    config = context.context().config
+    config = config_pb2.ConfigProto()
+    config.CopyFrom(context.context().config)
+    # Conditionals and loops stay whole: in pieces (switches and merges, which
+    # the runtime makes of them later) they could not be scheduled.  Grappler
+    # breaks them up unless this executor runs them; the name does nothing else.
+    config.experimental.executor_type = "SINGLE_THREADED_EXECUTOR"
     if config.graph_options.rewrite_options.disable_meta_optimizer:
         return graph_def
     meta_graph = meta_graph_pb2.MetaGraphDef()
