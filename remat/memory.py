@@ -283,6 +283,7 @@ class Pool:
             arena = self._grown()
             largest = 0 if self.limit is None else self.limit - arena.reserved
         arena.claim(_ENDLESS if self.limit is None else largest - self.withheld)
+        arena.limit = arena.reserved  # there is no more
         arena.lay_slots(self.slots)
         for size in self.constants:
             arena.allocate(size)
