@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         return parsed.run(parsed)
-    except (ValueError, OSError) as error:  # every error of this package is a ValueError
+    # Every error of this package is a ValueError; a method may need an extra.
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"remat: error: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:

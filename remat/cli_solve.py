@@ -87,6 +87,14 @@ def register(commands: Any) -> None:
         default="text",
         help=("json: one line a second on standard output instead of text"),
     )
+    solve.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of the solver, described in its module: moves=100000 (anneal), "
+        "mode=speed (openai), backend=highs (checkmate); may be repeated",
+    )
     solve.add_argument("-o", "--output", metavar="PLAN.json", help="where to write the plan")
     solve.set_defaults(run=_solve)
 
@@ -112,18 +120,20 @@ def _solve(arguments: argparse.Namespace) -> int:
     if arguments.warm_start is not None:
         start = Plan.load(arguments.warm_start, graph).schedule
     report = _Report(graph, arguments.output, arguments.log == "json")
-    result = solve(
-        graph,
-        arguments.budget,
-        solver=arguments.solver,
-        time_limit=arguments.time_limit,
-        max_overhead=None if arguments.max_overhead is None else arguments.max_overhead / 100,
-        minimize=arguments.minimize,
-        seed=arguments.seed,
-        workers=arguments.workers,
-        start=start,
-        progress=report,
-    )
+    settings: dict[str, Any] = {
+        "solver": arguments.solver,
+        "time_limit": arguments.time_limit,
+        "max_overhead": None if arguments.max_overhead is None else arguments.max_overhead / 100,
+        "minimize": arguments.minimize,
+        "seed": arguments.seed,
+        "workers": arguments.workers,
+        "start": start,
+        "progress": report,
+    }
+    options = dict(map(_option, arguments.option))
+    for name in options.keys() & settings.keys():
+        raise ValueError(f"--option {name}=... is not a setting of the solver alone")
+    result = solve(graph, arguments.budget, **settings, **options)
     report.finish(result)
     try:
         plan = result.to_plan(graph)
@@ -136,6 +146,17 @@ def _solve(arguments: argparse.Namespace) -> int:
     if arguments.log == "text":
         print(plan.summary())
     return INTERRUPTED if result.status is Status.INTERRUPTED else DONE
+
+
+def _option(written: str) -> tuple[str, Any]:
+    """``name=value`` as a pair; the value is JSON (a number, a list) or else text."""
+    name, equals, value = written.partition("=")
+    if not name.isidentifier() or not equals:
+        raise ValueError(f"--option is NAME=VALUE, not {written!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 class _Report:

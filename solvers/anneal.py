@@ -32,6 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from .best import check_options
 from .graph import Graph, Node
 from .method import Monitor, Outcome, Problem
 from .moves import anneal_at
@@ -47,10 +48,12 @@ _compiling = threading.Lock()
 
 def anneal(problem: Problem, monitor: Monitor) -> Outcome:
     """Anneals on every worker; see the module."""
-    options = dict(problem.options)
-    moves, seconds = options.pop("moves", None), options.pop("seconds", math.inf)
-    if options:
-        raise ValueError(f"anneal has no option {', '.join(options)}")
+    check_options(problem, "moves", "seconds")
+    moves, seconds = problem.options.get("moves"), problem.options.get("seconds", math.inf)
+    if moves is not None and (not isinstance(moves, int) or moves < 1):
+        raise ValueError(f"moves is {moves!r}; it must be a whole number >= 1")
+    if not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise ValueError(f"seconds is {seconds!r}; it must be a number above 0")
     given = tuple(range(len(problem.graph)))
     with ThreadPoolExecutor(problem.workers, "remat-anneal") as pool:
         jobs = [
@@ -107,7 +110,10 @@ def anneal_once(
     seconds = min(seconds, monitor.remaining())
     reported, chunk = math.inf, _CHUNK
     told = began
-    while not monitor.should_stop():
+    # As many changes as asked for, even if another worker has proven its schedule optimal:
+    # when it does so is chance.
+    should_stop = monitor.should_stop if moves is None else monitor.interrupted
+    while not should_stop():
         now = monitor.elapsed()
         if moves is not None:
             progress = done / moves

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from fractions import Fraction
 
 _UNITS = {
     "": 1,
@@ -46,19 +48,19 @@ def parse_budget(budget: int | float | str, plain_peak: int) -> int:
             )
         digits = match[1].replace(",", "").replace("_", "")
         if unit == "%":
-            return _fraction(float(digits) / 100, plain_peak, budget)
-        if digits.isdigit():
-            return int(digits) * _UNITS[unit]
-        if not unit:
-            return _fraction(float(digits), plain_peak, budget)
-        return int(float(digits) * _UNITS[unit])
+            return _share(Fraction(digits) / 100, plain_peak, budget)
+        if not unit and not digits.isdigit():
+            return _share(Fraction(digits), plain_peak, budget)
+        return int(Fraction(digits) * _UNITS[unit])
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
         raise ValueError(f"a budget is a number of bytes, a fraction or text, not {budget!r}")
     if isinstance(budget, int):
         if budget < 0:
             raise ValueError(f"budget is {budget} bytes; it must not be negative")
         return budget
-    return _fraction(budget, plain_peak, budget)
+    if not math.isfinite(budget):
+        raise ValueError(f"a budget must be finite, not {budget!r}")
+    return _share(Fraction(repr(budget)), plain_peak, budget)
 
 
 def format_bytes(count: int) -> str:
@@ -76,10 +78,11 @@ def format_bytes(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{value:.2f} {unit}"
 
 
-def _fraction(fraction: float, plain_peak: int, written: int | float | str) -> int:
-    if not 0 < fraction <= 1:
+def _share(share: Fraction, plain_peak: int, written: int | float | str) -> int:
+    # Exact: a float would be off above 2**53 bytes, and 0.7 of 10 bytes below 7.
+    if not 0 < share <= 1:
         raise ValueError(
             f"budget {written!r} is not in (0, 1] (or 0-100 %) of the plain peak; "
             "write a whole number for bytes"
         )
-    return int(fraction * plain_peak)
+    return int(share * plain_peak)

@@ -48,6 +48,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .best import check_options
 from .graph import Graph
 from .method import Monitor, Outcome, Problem
 from .mip import Builder, Formulation, solve_mip
@@ -78,6 +79,7 @@ def checkmate(problem: Problem, monitor: Monitor) -> Outcome:
     Its bound holds for the given order only; another order may be cheaper, so
     the bound is told in the message and is no ``lower_bound``.
     """
+    check_options(problem, "backend")
     if problem.minimize != "cost":
         return Outcome(None, message='checkmate minimizes the cost; "anneal" finds the least peak')
     graph, known = problem.graph, None

@@ -41,6 +41,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .anneal import anneal_once
+from .best import check_options
 from .floor import Precedence, first_run_bytes, members, pending, precedence
 from .graph import Graph
 from .method import Monitor, Outcome, Problem
@@ -71,6 +72,7 @@ class GapCover:
 
 def gap_cover(problem: Problem, monitor: Monitor) -> Outcome:
     """Proves the bound, then lets annealing repair the schedule it suggests."""
+    check_options(problem, "backend")
     bound, start = lower_bound(problem, monitor)
     monitor.bounded(bound)
     schedule = anneal_once(

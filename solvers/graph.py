@@ -32,6 +32,8 @@ from typing import Any
 
 FORMAT = "remat-graph/1"
 
+_DEAREST = 1e200  # seconds of a node: sums stay finite
+
 
 class GraphError(ValueError):
     """A graph, or a file that should hold one, is not valid."""
@@ -197,7 +199,7 @@ def load_graph(path: str | os.PathLike[str]) -> Graph:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise GraphError(f"{path}: not a text file ({error})") from None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise GraphError(f"{path}: not valid JSON ({error}); is the file truncated?") from None
     try:
         return Graph.from_json(document)
@@ -249,7 +251,7 @@ def _check(graph: Graph) -> None:
         where = f"node {index} ({node.name})"
         if not isinstance(node.cost, (int, float)) or isinstance(node.cost, bool):
             raise GraphError(f"{where}: cost must be a number of seconds, not {node.cost!r}")
-        if not math.isfinite(node.cost) or node.cost < 0:
+        if not 0 <= node.cost <= _DEAREST:
             raise GraphError(f"{where}: cost is {node.cost}; it must be finite and not negative")
         for key in ("bytes", "workspace"):
             value = getattr(node, key)

@@ -73,6 +73,7 @@ class Monitor:
         self._on_schedule = on_schedule
         self._on_bound = on_bound
         self._stop = threading.Event()
+        self._finish = threading.Event()
 
     def elapsed(self) -> float:
         """Seconds since the start."""
@@ -93,8 +94,16 @@ class Monitor:
         """Asks the method to return its best so far (Ctrl-C, SIGTERM)."""
         self._stop.set()
 
+    def finish(self) -> None:
+        """Tells the method that nothing better than what it found exists."""
+        self._finish.set()
+
     def should_stop(self) -> bool:
         """Whether the method should return now."""
+        return self._finish.is_set() or self.interrupted()
+
+    def interrupted(self) -> bool:
+        """Whether the method was stopped, or has no time left."""
         return self._stop.is_set() or self.remaining() <= 0
 
     def found(self, schedule: Schedule) -> None:

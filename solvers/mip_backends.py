@@ -68,7 +68,9 @@ def cbc(problem: Mapping[str, np.ndarray]) -> Answer:
     search.maximumSeconds = float(problem["time_limit"])
     search.allowableFractionGap = float(problem["relative_gap"])
     search.solve()
-    found = search.solutionCount > 0 and abs(search.objectiveValue) < _NO_INCUMBENT
+    # What its preprocessing alone solves is not counted among the solutions.
+    found = search.solutionCount > 0 or search.status == "solution"
+    found = found and abs(search.objectiveValue) < _NO_INCUMBENT
     status = _CBC.get(search.status, ("feasible", "stopped"))[not found]
     if status == "infeasible":
         return status, None, np.inf

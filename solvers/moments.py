@@ -51,6 +51,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .best import check_options
 from .floor import Precedence, first_run_bytes, precedence
 from .graph import Graph
 from .method import Monitor, Outcome, Problem
@@ -79,6 +80,7 @@ class Stages:
 
 def moments(problem: Problem, monitor: Monitor) -> Outcome:
     """Refines from the given order; see the module."""
+    check_options(problem, "backend")
     given = tuple(range(len(problem.graph)))
     refine(problem, monitor, problem.start or given, monitor.found)
     return Outcome(None)

@@ -138,9 +138,10 @@ def _set_budget(state: State, budget: int) -> None:
 def _change(tables: Tables, state: State, random: np.ndarray) -> bool:
     """Makes one random change; False if it must be undone."""
     length = state.number[LENGTH]
-    event = state.at[_below(random, length - 1)]
-    node, position = state.event[event, NODE], state.event[event, POSITION]
     kind = _uniform(random)
+    # The sentinel, which comes last, only reads: outputs may be computed again for it.
+    event = state.at[_below(random, length if kind < _RECOMPUTE else length - 1)]
+    node, position = state.event[event, NODE], state.event[event, POSITION]
     if kind < _RECOMPUTE:
         start, stop = tables.node[node, SOURCES], tables.node[node, SOURCES + 1]
         if start < stop:

@@ -181,7 +181,7 @@ class Plan:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
             raise PlanError(f"{path}: not a text file ({error})") from None
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"{path}: not valid JSON ({error}); is the file truncated?") from None
         try:
             plan = Plan.from_json(document)

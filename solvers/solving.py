@@ -13,8 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -96,7 +95,8 @@ def solve(
       workers: processors to use; None for all that this process may use.
       start: a schedule to improve on; it need not be within the budget.
       progress: called with the best so far whenever it or the bound improves
-        (and at least once a second), from the thread that called ``solve``.
+        (and at least once a second), and with the result, from the thread that
+        called ``solve``.
       **options: settings of the method; see its module.
 
     Returns:
@@ -120,8 +120,8 @@ def solve(
     method = load_method(solver)
     if time_limit is None:
         time_limit = default_time_limit(graph)
-    if not time_limit > 0:
-        raise ValueError(f"time_limit is {time_limit} seconds; it must be above 0")
+    if not 0 < time_limit < math.inf:
+        raise ValueError(f"time_limit is {time_limit} seconds; it must be above 0 and finite")
     if max_overhead is not None and not max_overhead >= 0:
         raise ValueError(f"max_overhead is {max_overhead}; it must be a fraction >= 0 or None")
     if minimize not in ("cost", "peak"):
@@ -130,6 +130,8 @@ def solve(
         workers = available_processors()
     if workers < 1:
         raise ValueError(f"workers is {workers}; it must be 1 or more")
+    if seed < 0:
+        raise ValueError(f"seed is {seed}; it must be 0 or more")
     judge = _Judge(solver)
     monitor = Monitor(time_limit, judge.schedule, judge.bound)
     given = tuple(range(len(graph)))
@@ -152,18 +154,18 @@ def solve(
     with ThreadPoolExecutor(1, "remat-solve") as pool, _stop_on_signals(monitor) as stopped:
         job = pool.submit(method, problem, monitor)
         reported, told_at = -1, 0.0
-        while True:
-            try:
-                outcome = job.result(_TICK)
-                break
-            except FutureTimeout:
-                pass
-            finally:
+        try:
+            while not wait([job], _TICK).done:
                 changed, now = judge.changes, monitor.elapsed()
                 if progress is not None and (changed != reported or now - told_at >= 1):
                     reported, told_at = changed, now
                     progress(judge.result(None, False))
-    return judge.result(outcome, stopped())
+        finally:  # an error in ``progress`` must not wait for the method
+            monitor.stop()
+        result = judge.result(job.result(), stopped())
+    if progress is not None:
+        progress(result)
+    return result
 
 
 def frontier(
@@ -263,10 +265,11 @@ class _Judge:
         with self._lock:
             self._least_peak = min(self._least_peak, truth.peak)
             if self.problem.minimize == "cost":
-                better = (truth.cost, truth.peak) < (self._cost, self._peak)
+                key, best_key = (truth.cost, truth.peak), (self._cost, self._peak)
             else:
-                better = (truth.peak, truth.cost) < (self._peak, self._cost)
-            if within and better:
+                key, best_key = (truth.peak, truth.cost), (self._peak, self._cost)
+            # Of equals always the same one, whichever worker was first.
+            if within and (*key, schedule) < (*best_key, self._best or ()):
                 self._best, self._cost, self._peak = schedule, truth.cost, truth.peak
                 self.changes += 1
             self._stop_if_proven()
@@ -291,7 +294,7 @@ class _Judge:
 
     def _stop_if_proven(self) -> None:
         if self._proven():
-            self.monitor.stop()
+            self.monitor.finish()
 
     def result(self, outcome: Outcome | None, interrupted: bool) -> Result:
         """The result: final after an outcome, the best so far without one."""
