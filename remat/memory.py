@@ -257,11 +257,12 @@ class Pool:
     @property
     def slots(self) -> tuple[int, ...]:
         """Sizes of the chunks to lay out: one for constants and other small
-        values; two for each tensor of a batch and of the results, because the
-        next one is made before the last one is given up."""
+        values; three for each tensor of a batch (the last one, the next one,
+        and the copy that making it may take); two for each of the results
+        (the last one is held while the next one is made)."""
         small = _SMALL_VALUES + sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in self.constants)
-        large = [size for size in (*self.arguments, *self.results) if size >= _SMALLEST_SLOT]
-        return (small, *large, *large)
+        large = (*self.arguments, *self.results, *self.arguments, *self.results, *self.arguments)
+        return (small, *(size for size in large if size >= _SMALLEST_SLOT))
 
     def unclaimed(self) -> int:
         """Bytes that the limit still allows for one more region."""
