@@ -312,13 +312,17 @@ def _carry_out(prepared: Prepared, plan: Plan, target: int, device: Device) -> P
     needed = usage.peak
     if device.limit is not None and device.limit < ROOMY * plan.budget:
         # Every chunk must find a place in a pool that ends, and the end of it
-        # makes chunks larger.  Where the limit is the budget, keep some spare.
-        spare = int(MARGIN * device.limit) if is_tight(device, plan.budget) else 0
-        limited = replace(pool, limit=device.limit, withheld=spare)
+        # makes chunks larger.  Where the limit is the budget, it must also fit
+        # with a little less.
+        tight = is_tight(device, plan.budget)
+        endless, needed = usage, 0
         try:
-            usage = simulate(program, events, workspace, limited)
-            needed = usage.peak
+            for spare in (int(MARGIN * device.limit), 0) if tight else (0,):
+                limited = replace(pool, limit=device.limit, withheld=spare)
+                usage = simulate(program, events, workspace, limited)
+                needed = max(needed, usage.peak)
         except OutOfMemoryError:
+            usage = endless
             needed = max(usage.footprint, int(plan.budget * (1 + MARGIN)))
     details = {
         "step": prepared.fingerprint,
