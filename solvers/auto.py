@@ -1,11 +1,17 @@
 """The default: proofs and annealing side by side, until one meets the other.
 
-One worker proves: first the gap-cover bound (``gap_cover``), then the program
-over moments (``moments``), refined until the time is over; both suggest
-schedules on the way.  The other workers anneal: the suggestions as they come,
-to make them fit, and in between from the given order and from the best so far.
-``solve`` stops the method once the best schedule meets the bound.  A single
-worker does one after the other.
+The last worker begins with the schedules of the checkpointing heuristics
+(``feng_huang``, ``chen_greedy``, ``griewank``): there is a plan within a
+moment, and on thousands of nodes a start that annealing alone would not reach.
+The first worker proves: the gap-cover bound (``gap_cover``), whose solution is
+the best start there is on training graphs of any size; then, unless the graph
+is large, the program over moments (``moments``), refined until the time is
+over.  Both suggest schedules on the way.  Otherwise workers anneal: the
+suggestions as they come, to make them fit, and in between from the given order
+and from the best so far.  ``solve`` stops the method once the best schedule
+meets the bound.  A single worker does one after the other.
+
+Complexity: it takes the time that it is given; see the parts.
 """
 
 from __future__ import annotations
@@ -17,20 +23,27 @@ from itertools import count
 
 from .anneal import anneal_once
 from .best import check_options
+from .chen import chen_greedy
+from .feng_huang import feng_huang
 from .gap_cover import lower_bound
+from .griewank import griewank
 from .method import Monitor, Outcome, Problem
 from .moments import refine
 from .schedule import Schedule, simulate
+
+_HEURISTICS = (feng_huang, chen_greedy, griewank)
 
 # First temperatures: from the given order, the best so far, a suggestion.
 _COLD_START, _REHEAT, _REPAIR = 1.0, 0.1, 0.02
 _ROUND = 0.2  # share of the time limit that one annealing takes, at least
 _WHOLE = 10_000  # nodes of a graph on which one annealing takes all the time
+_EARLY = 0.15  # share of the time that each heuristic may take
 _ALONE = 0.4  # share of the time that a single worker spends on proofs
+_LARGE = 2000  # nodes from which on neither refining nor a cold start pays
 
 
 def auto(problem: Problem, monitor: Monitor) -> Outcome:
-    """Proofs and annealing; see the module."""
+    """Heuristics, proofs and annealing; see the module.  No options."""
     check_options(problem)
     board = _Board(problem, monitor)
     if problem.start is not None:
@@ -43,24 +56,39 @@ def auto(problem: Problem, monitor: Monitor) -> Outcome:
 
 
 def _work(board: _Board, worker: int) -> None:
-    if worker == 0 and board.problem.minimize == "cost":
+    problem, monitor = board.problem, board.monitor
+    given = tuple(range(len(problem.graph)))
+    if worker == problem.workers - 1:
+        _begin(board)
+    if worker == 0 and problem.minimize == "cost":
         _prove(board)
-    given = tuple(range(len(board.problem.graph)))
     for turn in count():
-        if board.monitor.should_stop():
+        if monitor.should_stop():
             return
-        seed = worker + turn * board.problem.workers
+        seed = worker + turn * problem.workers
         suggestion = board.take()
         if suggestion is not None:
             board.anneal(suggestion, seed, _REPAIR)
-        elif board.best is None or turn % 2 == 0:
+        elif board.best is None or (turn % 2 == 0 and len(given) < _LARGE):
             board.anneal(given, seed, _COLD_START)
         else:
             board.anneal(board.best, seed, _REHEAT)
 
 
+def _begin(board: _Board) -> None:
+    for method in _HEURISTICS:
+        if board.monitor.should_stop():
+            return
+        seconds = _EARLY * board.monitor.remaining()
+        found = method(board.problem, board.monitor.part(seconds)).schedule
+        if found is not None:
+            board.offer(found)
+
+
 def _prove(board: _Board) -> None:
     problem, monitor = board.problem, board.monitor
+    if monitor.should_stop():
+        return
     share = _ALONE if problem.workers == 1 else 1.0
     until = monitor.elapsed() + share * monitor.remaining()
     bound, start = lower_bound(problem, monitor)
@@ -69,7 +97,8 @@ def _prove(board: _Board) -> None:
         board.offer(start)
     else:
         start = tuple(range(len(problem.graph)))
-    refine(problem, monitor, start, board.offer, until - monitor.elapsed())
+    if len(problem.graph) < _LARGE:
+        refine(problem, monitor, start, board.offer, until - monitor.elapsed())
 
 
 class _Board:
@@ -80,7 +109,7 @@ class _Board:
         self.monitor = monitor
         self.best: Schedule | None = None
         self._cost = float("inf")
-        self._suggestion: Schedule | None = None
+        self._suggestions: dict[Schedule, int] = {}  # with their peaks
         share = max(_ROUND, len(problem.graph) / _WHOLE)
         self._round = max(0.3, share * monitor.remaining())
         self._lock = threading.Lock()
@@ -91,15 +120,15 @@ class _Board:
         truth = simulate(self.problem.graph, schedule)
         with self._lock:
             if truth.peak > self.problem.budget:
-                self._suggestion = schedule
+                self._suggestions[schedule] = truth.peak
             elif truth.cost < self._cost:
                 self.best, self._cost = schedule, truth.cost
 
     def take(self) -> Schedule | None:
-        """The last schedule that was above the budget; once."""
+        """The least peak of the schedules above the budget since the last time."""
         with self._lock:
-            suggestion, self._suggestion = self._suggestion, None
-        return suggestion
+            suggestions, self._suggestions = self._suggestions, {}
+        return min(suggestions, key=suggestions.__getitem__, default=None)
 
     def anneal(self, start: Sequence[int], seed: int, hot: float) -> None:
         """One annealing; what it finds goes on the board."""

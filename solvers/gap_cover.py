@@ -51,7 +51,10 @@ from .schedule import Schedule
 
 REPAIR = 0.1  # first temperature of the annealing that repairs a start
 _SECONDS = 10.0  # CBC gains little after that
-_MOST_MOMENTS = 1500  # rows; the most demanding are taken
+_LOOK_BACK = 64  # consumers that may come before one in a chain
+_ROWS_BY_NODES = 300_000  # rows times nodes; of larger graphs the most demanding moments are taken
+_LARGE = 500  # nodes from which on the proof may leave a relative gap
+_SMALL_GAP = 1e-4
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ def lower_bound(problem: Problem, monitor: Monitor) -> tuple[float, Schedule | N
         program.formulation,
         time_limit=min(_SECONDS, monitor.remaining()),
         backend=problem.options.get("backend"),
+        relative_gap=_SMALL_GAP if len(graph) > _LARGE else 0.0,
         should_stop=monitor.should_stop,
     )
     start = None if solution.values is None else decode(graph, program, solution.values)
@@ -112,7 +116,7 @@ def formulate(graph: Graph, budget: int) -> GapCover | None:
     if len(moments) == 0:
         return None
     demanding = np.argsort([-float(need) for need in excess[moments]], kind="stable")
-    moments = np.sort(moments[demanding[:_MOST_MOMENTS]])
+    moments = np.sort(moments[demanding[: max(10, _ROWS_BY_NODES // count)]])
     excess = excess[moments]
     column = np.cumsum([0, *(len(chain) for chain in chains)])
     takers = [0] * count
@@ -174,14 +178,15 @@ def decode(graph: Graph, program: GapCover, values: np.ndarray) -> Schedule:
 
 
 def _chain(graph: Graph, order: Precedence, index: int) -> tuple[int, ...]:
-    """A node and a longest chain of its consumers, each an ancestor of the next."""
+    """A node and a long chain of its consumers, each an ancestor of the next.
+
+    The longest, unless there are hundreds of consumers: any chain is valid.
+    """
     consumers = graph.successors[index]
     longest: dict[int, tuple[int, int]] = {}  # consumer -> (length, the one before it)
-    for consumer in consumers:
+    for place, consumer in enumerate(consumers):
         best = (1, -1)
-        for other in consumers:
-            if other == consumer:
-                break
+        for other in consumers[max(0, place - _LOOK_BACK) : place]:
             if order.ancestors[consumer] >> other & 1:
                 best = max(best, (longest[other][0] + 1, other))
         longest[consumer] = best

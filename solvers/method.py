@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -89,6 +90,12 @@ class Monitor:
         """Lets the solve take longer (code compiled once for all solves to come)."""
         if self._time_limit is not None:
             self._time_limit += seconds
+
+    def part(self, seconds: float) -> Monitor:
+        """This monitor for a part of the solve that may take so many seconds."""
+        part = copy(self)
+        part._time_limit = self.elapsed() + min(seconds, self.remaining())
+        return part
 
     def stop(self) -> None:
         """Asks the method to return its best so far (Ctrl-C, SIGTERM)."""

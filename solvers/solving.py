@@ -45,6 +45,9 @@ METHODS = {
 OPTIMAL_GAP = 1e-9
 """A gap (fraction of the graph's cost) at which a schedule counts as optimal."""
 
+CLOSE_GAP = 1e-4
+"""A gap, as a fraction of the overhead, at which a solve ends: more time is not worth it."""
+
 _TICK = 0.05  # seconds between looks at the method
 
 
@@ -272,7 +275,7 @@ class _Judge:
             if within and (*key, schedule) < (*best_key, self._best or ()):
                 self._best, self._cost, self._peak = schedule, truth.cost, truth.peak
                 self.changes += 1
-            self._stop_if_proven()
+            self._stop_if_done()
 
     def bound(self, lower_bound: float) -> None:
         """Receives a proven lower bound in seconds."""
@@ -280,7 +283,7 @@ class _Judge:
             if lower_bound > self._bound:
                 self._bound = lower_bound
                 self.changes += 1
-                self._stop_if_proven()
+                self._stop_if_done()
 
     def _proven(self) -> bool:
         """Whether nothing better than the best schedule exists."""
@@ -292,8 +295,10 @@ class _Judge:
             return self._peak <= self.floor
         return self._cost - self._bound <= OPTIMAL_GAP * self.problem.graph.cost
 
-    def _stop_if_proven(self) -> None:
-        if self._proven():
+    def _stop_if_done(self) -> None:
+        extra = self._bound - self.problem.graph.cost  # of every schedule
+        close = self.problem.minimize == "cost" and self._cost - self._bound <= CLOSE_GAP * extra
+        if close or self._proven():
             self.monitor.finish()
 
     def result(self, outcome: Outcome | None, interrupted: bool) -> Result:
