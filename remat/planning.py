@@ -38,7 +38,8 @@ ROOMY = 4
 is left over is always more than twice what any operation asks for."""
 
 _TIGHT = 1.02  # a limit up to this share of the budget leaves the pool no room
-_ROUNDS = 6  # solves, at most, until the prediction fits
+_ROUNDS = 12  # solves, at most, until the prediction fits
+_LEAST_STEP, _LARGEST_STEP = 0.01, 0.04  # shares by which the target is lowered
 
 
 @dataclass(frozen=True)
@@ -252,26 +253,32 @@ def make_plan(
     if ceiling is None:
         ceiling = int(budget * (1 - MARGIN))
     limit = default_time_limit(graph) if time_limit is None else time_limit
-    target = ceiling
+    target, planned = ceiling, None
     for number in range(_ROUNDS):
         result = solve(
             graph,
             target,
             solver=solver,
-            time_limit=limit if number == 0 else limit / 3,
-            seed=seed,
+            time_limit=limit if number == 0 else limit / 4,
+            seed=seed + number,
             start=start,
             progress=progress,
         )
         if result.schedule is None:
-            raise _infeasible(prepared, result, budget, budget / target)
+            if planned is None:
+                raise _infeasible(prepared, result, budget, budget / target)
+            target = planned.target  # that was too low; try others like the last one
+            continue
         start = result.schedule
         plan = replace(result.to_plan(graph), budget=budget)
         planned = _carry_out(prepared, plan, target, device)
         if planned.needed <= ceiling or result.status is Status.INTERRUPTED:
             return planned
-        # How memory is chopped up moves a little with every schedule: aim lower.
-        target = int(min(target, result.peak or target) * ceiling / planned.needed * 0.998)
+        # How memory is chopped up differs from one schedule to the next, and
+        # less memory in use leaves more ways to fit: aim lower, step by step.
+        step = min(_LARGEST_STEP, max(_LEAST_STEP, (planned.needed / ceiling - 1) / 3))
+        target = int(min(target, result.peak or target) * (1 - step))
+    assert planned is not None
     raise _infeasible(prepared, result, budget, planned.needed / ceiling)
 
 
