@@ -253,24 +253,28 @@ def make_plan(
     if ceiling is None:
         ceiling = int(budget * (1 - MARGIN))
     limit = default_time_limit(graph) if time_limit is None else time_limit
-    target, planned = ceiling, None
+    target, planned, bound = ceiling, None, None
     for number in range(_ROUNDS):
         result = solve(
             graph,
             target,
-            solver=solver,
-            time_limit=limit if number == 0 else limit / 4,
+            # What is proven for the first target is all there is to prove.
+            solver="anneal" if number and solver == "auto" else solver,
+            time_limit=limit if number == 0 else limit / 8,
             seed=seed + number,
             start=start,
             progress=progress,
         )
+        bound = result.lower_bound if number == 0 else bound
         if result.schedule is None:
             if planned is None:
                 raise _infeasible(prepared, result, budget, budget / target)
             target = planned.target  # that was too low; try others like the last one
             continue
         start = result.schedule
-        plan = replace(result.to_plan(graph), budget=budget)
+        plan = result.to_plan(graph)
+        gap = None if bound is None else (plan.cost - bound) / graph.cost
+        plan = replace(plan, budget=budget, lower_bound=bound, gap=gap)
         planned = _carry_out(prepared, plan, target, device)
         if planned.needed <= ceiling or result.status is Status.INTERRUPTED:
             return planned
