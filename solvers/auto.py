@@ -34,7 +34,7 @@ from .schedule import Schedule, simulate
 _HEURISTICS = (feng_huang, chen_greedy, griewank)
 
 # First temperatures: from the given order, the best so far, a suggestion.
-_COLD_START, _REHEAT, _REPAIR = 1.0, 0.1, 0.02
+_COLD_START, _REHEAT, _REPAIR = 0.3, 0.1, 0.1
 _ROUND = 0.2  # share of the time limit that one annealing takes, at least
 _WHOLE = 10_000  # nodes of a graph on which one annealing takes all the time
 _EARLY = 0.15  # share of the time that each heuristic may take

@@ -65,7 +65,7 @@ def load_method(name: str) -> Method:
 
 def default_time_limit(graph: Graph) -> float:
     """Seconds that ``solve`` takes at most if not told: 3 to 30, by size."""
-    return min(30.0, max(3.0, 2.0 + len(graph) / 50))
+    return min(30.0, 3.0 + len(graph) / 90)
 
 
 def solve(
