@@ -1,0 +1,176 @@
+"""``remat solve`` and ``remat show`` as commands: files, exit status, signals, kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from dags import plain_peak, unit_chain
+from test_solve import HARD
+
+from remat.solvers import Plan, load_graph, save_graph
+
+REMAT = [sys.executable, "-m", "remat"]
+
+
+def remat(*arguments: object, status: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs the command and checks its exit status."""
+    done = subprocess.run([*REMAT, *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Path:
+    path = tmp_path / "chain.json"
+    save_graph(unit_chain(10, reads=2), path)
+    return path
+
+
+@pytest.fixture
+def hard(tmp_path: Path) -> Path:
+    path = tmp_path / "hard.json"
+    save_graph(HARD, path)
+    return path
+
+
+def test_a_plan_is_written_shown_and_drawn(chain: Path, tmp_path: Path) -> None:
+    plan, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    printed = remat("solve", chain, "--budget", "60%", "-o", plan).stdout
+    assert "overhead" in printed
+    loaded = Plan.load(plan, load_graph(chain))
+    assert loaded.peak <= loaded.budget
+    shown = remat("show", plan, chain, "--plot", picture).stdout
+    assert "computed again" in shown
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.glob("*.tmp")] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["missing.json", "--budget", "50%"], "missing.json"),
+        (["{chain}", "--budget", "much"], "not an amount of memory"),
+        (["{chain}", "--budget", "50%", "--time-limit", "-1"], "time_limit is -1"),
+        (["{chain}", "--budget", "50%", "--warm-start", "{chain}"], "format is"),
+        (["{chain}", "--budget", "50%", "-o", "no/such/folder/plan.json"], "no/such/folder"),
+        (["{chain}", "--budget", "50%", "--solver", "magic"], "invalid choice"),
+        (["{chain}", "--budget", "50%", "--option", "moves"], "NAME=VALUE"),
+        (["{chain}", "--budget", "50%", "--option", "seed=3"], "--option seed"),
+        (["{chain}", "--budget", "50%", "--option", "tempo=3"], "no option 'tempo'"),
+    ],
+)
+def test_bad_input_is_named_and_ends_with_2(
+    arguments: list[str], complaint: str, chain: Path
+) -> None:
+    done = remat("solve", *(a.format(chain=chain) for a in arguments), status=2)
+    assert complaint in done.stderr
+
+
+def test_options_reach_the_solver(chain: Path) -> None:
+    openai = ("solve", chain, "--budget", "100%", "--solver", "openai")
+    listed = remat(*openai, "--option", "mode=[0, 4, 8]").stdout
+    named = remat(*openai, "--option", "mode=collection", "--option", "names=x0,x4,x8").stdout
+    assert listed.splitlines()[:4] == named.splitlines()[:4]
+    assert "recomputations" in listed
+    assert "node 'x99'" in remat(
+        *openai, "--option", "mode=collection", "--option", "names=x99", status=2
+    ).stderr  # fmt: skip
+
+
+def test_an_infeasible_budget_ends_with_3_and_names_what_works(chain: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    done = remat("solve", chain, "--budget", "3", "-o", plan, status=3)
+    graph = load_graph(chain)
+    assert "the proven floor" in done.stderr
+    least = int(done.stderr.split("known to work is")[1].split()[0].replace(",", ""))
+    assert not plan.exists()
+    remat("solve", chain, "--budget", least, "-o", plan)
+    assert Plan.load(plan, graph).peak == least
+
+
+def test_the_log_is_one_json_object_a_line(hard: Path, tmp_path: Path) -> None:
+    done = remat("solve", hard, "--budget", "40%", "--time-limit", "2.5", "--log", "json",
+                 "-o", tmp_path / "plan.json")  # fmt: skip
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(lines) >= 2
+    for line in lines:
+        assert {"seconds", "status", "overhead", "gap", "cost", "lower_bound", "peak", "budget",
+                "least_budget", "floor"} == set(line)  # fmt: skip
+    seconds = [line["seconds"] for line in lines]
+    assert seconds == sorted(seconds)
+    plan = Plan.load(tmp_path / "plan.json", load_graph(hard))
+    assert lines[-1]["overhead"] == plan.overhead
+
+
+def test_least_peak_within_an_overhead(chain: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    remat("solve", chain, "--budget", "100%", "--minimize", "peak", "--max-overhead", "25",
+          "--time-limit", "2", "-o", plan)  # fmt: skip
+    loaded = Plan.load(plan, load_graph(chain))
+    assert loaded.overhead <= 0.25
+    assert loaded.peak < plain_peak(load_graph(chain))
+
+
+def start(hard: Path, plan: Path) -> subprocess.Popen[str]:
+    """A long solve that has written a plan by now."""
+    command = [
+        *REMAT,
+        "solve",
+        str(hard),
+        "--budget",
+        "40%",
+        "--time-limit",
+        "99",
+        "-o",
+        str(plan),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not plan.exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_keeps_the_best_and_ends_with_130(number: int, hard: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    process = start(hard, plan)
+    process.send_signal(number)
+    printed, complaint = process.communicate(timeout=100)
+    assert process.returncode == 130, complaint
+    assert "interrupted" in printed
+    loaded = Plan.load(plan, load_graph(hard))
+    assert loaded.status == "interrupted"
+    assert loaded.peak <= loaded.budget
+
+
+def test_a_killed_solve_leaves_a_plan_that_a_later_one_goes_on_from(
+    hard: Path, tmp_path: Path
+) -> None:
+    plan, better = tmp_path / "plan.json", tmp_path / "better.json"
+    process = start(hard, plan)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    graph = load_graph(hard)
+    left = Plan.load(plan, graph)
+    remat("solve", hard, "--budget", "40%", "--warm-start", plan, "--solver", "anneal",
+          "--option", "moves=1", "--workers", 1, "-o", better)  # fmt: skip
+    assert Plan.load(better, graph).cost <= left.cost
+
+
+@pytest.mark.skipif(os.name == "nt", reason="process groups")
+def test_a_second_signal_ends_the_command(hard: Path, tmp_path: Path) -> None:
+    process = start(hard, tmp_path / "plan.json")
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=100)
+    assert process.returncode in (130, -signal.SIGINT)

@@ -1,0 +1,394 @@
+"""``solve`` as its users call it: arguments, time, signals, hostile input, files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dags import plain_peak, unit_chain
+
+from experiments.graphs import training_graph
+from remat.solvers import (
+    Graph,
+    GraphError,
+    Node,
+    Plan,
+    PlanError,
+    Result,
+    ScheduleError,
+    Status,
+    frontier,
+    load_graph,
+    save_graph,
+    simulate,
+    solve,
+)
+from remat.solvers.budget import parse_budget
+from remat.solvers.solving import METHODS
+
+CHAIN = unit_chain(10, reads=2)
+FAST = ("auto", "anneal", "checkpoint_all", "chen_greedy", "griewank", "feng_huang")
+
+
+# No bound meets the best schedule at 40 %, so a solve takes all of its time.
+HARD = training_graph(120)
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"solver": "magic"}, "there is no solver 'magic'; choose one of auto"),
+        ({"time_limit": 0}, "time_limit is 0"),
+        ({"time_limit": math.nan}, "time_limit is nan"),
+        ({"time_limit": math.inf}, "time_limit is inf"),
+        ({"max_overhead": -0.1}, "max_overhead is -0.1"),
+        ({"minimize": "time"}, "minimize is 'time'"),
+        ({"workers": 0}, "workers is 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"budget": -1}, "budget is -1 bytes"),
+        ({"budget": 0.0}, r"not in \(0, 1\]"),
+        ({"budget": "150%"}, r"not in \(0, 1\]"),
+        ({"budget": math.nan}, "finite"),
+        ({"budget": "4 bananas"}, "not an amount of memory"),
+        ({"budget": None}, "a budget is a number of bytes"),
+        ({"solver": "anneal", "moves": 0}, "moves is 0"),
+        ({"solver": "anneal", "seconds": "1"}, "seconds is '1'"),
+        ({"solver": "checkmate", "backend": "gurobi"}, "backend is one of cbc, highs"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: dict[str, Any], complaint: str) -> None:
+    settings = {"budget": 10, **arguments}
+    with pytest.raises(ValueError, match=complaint):
+        solve(CHAIN, settings.pop("budget"), **settings)
+
+
+@pytest.mark.parametrize("solver", METHODS)
+def test_an_option_that_a_solver_does_not_have_is_named(solver: str) -> None:
+    with pytest.raises(ValueError, match="no option 'tempo'"):
+        solve(CHAIN, 12, solver=solver, tempo=3)
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        (123, 123),
+        ("123", 123),
+        ("1_000", 1000),
+        ("2KiB", 2048),
+        ("1.5 GiB", 3 * 2**29),
+        ("900MB", 900_000_000),
+        (0.7, 7 * (2**60 + 1)),
+        ("70%", 7 * (2**60 + 1)),
+        ("0.7", 7 * (2**60 + 1)),
+        ("100%", 10 * (2**60 + 1)),
+        (1.0, 10 * (2**60 + 1)),
+    ],
+)
+def test_budgets_are_exact(budget: int | float | str, expected: int) -> None:
+    assert parse_budget(budget, 10 * (2**60 + 1)) == expected
+
+
+def test_a_start_is_checked_and_used() -> None:
+    with pytest.raises(ScheduleError, match="reads node 0"):
+        solve(CHAIN, 8, start=[1, 0])
+    best = solve(CHAIN, 8, solver="anneal", moves=200_000)
+    assert best.schedule is not None
+    again = solve(CHAIN, 8, solver="anneal", moves=1, start=best.schedule)
+    assert again.cost == best.cost
+
+
+def test_progress_is_told_from_the_calling_thread_and_never_gets_worse() -> None:
+    told: list[Result] = []
+    threads = set()
+
+    def progress(result: Result) -> None:
+        told.append(result)
+        threads.add(threading.current_thread())
+
+    result = solve(HARD, 0.4, time_limit=1.5, progress=progress)
+    assert threads == {threading.current_thread()}
+    assert told[-1] == result
+    overheads = [math.inf if r.overhead is None else r.overhead for r in told]
+    assert overheads == sorted(overheads, reverse=True)
+    bounds = [r.lower_bound for r in told]
+    assert bounds == sorted(bounds)
+
+
+def test_an_error_in_progress_ends_the_solve_at_once() -> None:
+    def progress(result: Result) -> None:
+        raise OSError("disk full")
+
+    before = time.monotonic()
+    with pytest.raises(OSError, match="disk full"):
+        solve(HARD, 0.4, time_limit=300, progress=progress)
+    assert time.monotonic() - before < 200  # not a timing: far from the limit
+
+
+def test_solving_in_a_thread_leaves_signals_alone() -> None:
+    found: list[Result] = []
+    thread = threading.Thread(
+        target=lambda: found.append(solve(CHAIN, 8, solver="anneal", moves=50_000))
+    )
+    thread.start()
+    thread.join()
+    assert found[0].schedule is not None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_returns_the_best_so_far(number: int) -> None:
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), number))
+    handler = signal.getsignal(number)
+    timer.start()
+    result = solve(HARD, 0.4, time_limit=120)
+    assert result.status is Status.INTERRUPTED
+    assert result.schedule is not None
+    assert result.seconds < 100
+    assert signal.getsignal(number) is handler
+
+
+def test_a_frontier_keeps_the_order_of_its_budgets_and_shares_what_it_finds() -> None:
+    results = frontier(CHAIN, ["50%", 12, 0.8], solver="anneal", moves=20_000)
+    peak = plain_peak(CHAIN)
+    assert [result.budget for result in results] == [peak // 2, 12, int(0.8 * peak)]
+    costs = {result.budget: result.cost or math.inf for result in results}
+    assert [costs[b] for b in sorted(costs)] == sorted(costs.values(), reverse=True)
+
+
+def test_a_frontier_goes_down_to_what_is_infeasible() -> None:
+    graph = unit_chain(5)
+    results = frontier(graph, [1, 2, 5, 6], solver="anneal", moves=20_000)
+    assert [result.status for result in results[:2]] == [Status.INFEASIBLE] * 2
+    assert results[3].overhead == 0
+
+
+def test_importing_is_light() -> None:
+    heavy = ("tensorflow", "keras", "numpy", "scipy", "numba", "cylp", "ortools", "matplotlib")
+    program = (
+        "import sys, remat, remat.solvers, remat.cli\n"
+        "from remat.solvers import solve, load_graph, Plan\n"
+        "from remat.cli_solve import register\n"
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in ("[]", "['numpy']")
+
+
+def test_no_solver_imports_tensorflow() -> None:
+    program = (
+        "import sys\n"
+        "from remat.solvers import Graph, Node, solve\n"
+        "from remat.solvers.solving import METHODS\n"
+        "nodes = tuple(Node(str(i), 1.0, 1) for i in range(4))\n"
+        "graph = Graph('chain', nodes, ((0, 1), (1, 2), (2, 3)))\n"
+        "for name in METHODS:\n"
+        "    if name != 'moccasin':\n"
+        "        assert solve(graph, 1.0, solver=name, time_limit=5).overhead == 0, name\n"
+        "print('tensorflow' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "False"
+
+
+# Hostile graphs
+
+
+def nodes(*sizes: int, cost: float = 1.0) -> tuple[Node, ...]:
+    return tuple(Node(f"n{i}", cost, size) for i, size in enumerate(sizes))
+
+
+@pytest.mark.parametrize("solver", FAST)
+@pytest.mark.parametrize(
+    "graph",
+    [
+        Graph("one", nodes(5), ()),
+        Graph("apart", nodes(1, 2, 3, 4), ((0, 1), (2, 3))),
+        Graph("no edges", nodes(1, 2, 3), ()),
+        Graph("twice", nodes(1, 2, 3), ((0, 1), (0, 1), (1, 2), (0, 2), (0, 2))),
+        Graph("free", nodes(1, 2, 3, 4, cost=0.0), ((0, 1), (1, 2), (2, 3), (0, 3))),
+        Graph("empty values", nodes(0, 0, 0), ((0, 1), (1, 2))),
+        Graph("huge", nodes(2**60, 2**60, 2**60, 2**60), ((0, 1), (1, 2), (2, 3), (0, 3))),
+        Graph("vast", nodes(2**70, 1, 2**70, 2**69), ((0, 1), (1, 2), (2, 3), (0, 3))),
+        Graph("resident", nodes(1, 2, 1), ((0, 1), (1, 2)), resident=2**62),
+        Graph("tiny costs", nodes(1, 2, 3, cost=1e-300), ((0, 1), (1, 2))),
+        Graph("great costs", nodes(1, 2, 3, cost=1e200), ((0, 1), (1, 2))),
+    ],
+    ids=lambda graph: graph.name,
+)
+def test_strange_graphs_are_solved(solver: str, graph: Graph) -> None:
+    peak = plain_peak(graph)
+    result = solve(graph, peak, solver=solver, time_limit=5)
+    assert result.overhead == 0
+    assert result.status is Status.OPTIMAL
+    below = solve(graph, result.floor, solver=solver, time_limit=2)
+    if below.schedule is not None:
+        assert simulate(graph, below.schedule).peak <= result.floor
+    if result.floor > 0:
+        infeasible = solve(graph, result.floor - 1, solver=solver, time_limit=2)
+        assert infeasible.status is Status.INFEASIBLE
+        assert infeasible.least_budget >= result.floor
+        assert graph.nodes[infeasible.floor_nodes[0]].name in infeasible.message
+
+
+@pytest.mark.parametrize("size", [1, 2**40, 2**60])
+def test_budgets_at_the_exact_edge(size: int) -> None:
+    """The chain needs 4 values of its size for some recomputation, 3 never suffice."""
+    graph = Graph(
+        "chain",
+        tuple(Node(node.name, node.cost, size) for node in unit_chain(4).nodes),
+        unit_chain(4).edges,
+    )
+    exact = solve(graph, 4 * size, solver="auto", time_limit=10)
+    assert exact.peak == 4 * size
+    assert exact.cost == solve(unit_chain(4), 4, solver="auto", time_limit=10).cost
+    less = solve(graph, 4 * size - 1, solver="auto", time_limit=2)
+    assert less.schedule is None or less.cost > exact.cost  # type: ignore[operator]
+
+
+def dense(count: int) -> Graph:
+    rng = random.Random(0)
+    pairs = [(a, b) for b in range(count) for a in range(b)]
+    edges = tuple(sorted(rng.sample(pairs, 100_000)))
+    return Graph("dense", nodes(*(rng.randint(1, 99) for _ in range(count))), edges)
+
+
+@pytest.mark.parametrize("solver", FAST)
+@pytest.mark.parametrize("count", [500, 2000])
+def test_a_hundred_thousand_edges(count: int, solver: str) -> None:
+    graph = dense(count)
+    result = solve(graph, 0.97, solver=solver, time_limit=3)
+    if result.schedule is None:
+        assert result.message
+    else:
+        assert simulate(graph, result.schedule).peak <= result.budget
+
+
+@pytest.mark.parametrize("solver", ["auto", "feng_huang"])
+def test_a_value_that_ten_thousand_nodes_read(solver: str) -> None:
+    count = 10_000
+    edges = tuple((0, i) for i in range(1, count)) + tuple((i, i + 1) for i in range(1, count - 1))
+    graph = Graph("star", nodes(*[7] * count), edges)
+    assert solve(graph, 1.0, solver=solver, time_limit=5).overhead == 0
+
+
+# Files
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"nodes": []}, "the graph has no nodes"),
+        ({"edges": [[0, 1], [1, 0]]}, "cyclic"),
+        ({"edges": [[1, 1]]}, "cyclic"),
+        ({"edges": [[0, 9]]}, "does not join two of the 2 nodes"),
+        ({"edges": [[0]]}, "not a pair"),
+        ({"edges": [[0, 1.0]]}, "does not join"),
+        ({"edges": [[0, [1]]]}, "node indices"),
+        ({"nodes": [{"cost": math.nan, "bytes": 1}]}, "cost is nan"),
+        ({"nodes": [{"cost": math.inf, "bytes": 1}]}, "cost is inf"),
+        ({"nodes": [{"cost": -1, "bytes": 1}]}, "cost is -1"),
+        ({"nodes": [{"cost": 10**400, "bytes": 1}]}, "finite"),
+        ({"nodes": [{"cost": "1", "bytes": 1}]}, "cost must be a number"),
+        ({"nodes": [{"cost": 1, "bytes": 1.5}]}, "bytes must be a whole number"),
+        ({"nodes": [{"cost": 1, "bytes": -1}]}, "bytes must be a whole number"),
+        ({"nodes": [{"cost": 1}]}, "no 'bytes'"),
+        ({"nodes": [3]}, "must be an object"),
+        ({"nodes": {}}, "nodes must be a list"),
+        ({"resident": -1}, "resident must be"),
+        ({"outputs": [2]}, "2 is not a node"),
+        ({"order": [[0, 1]]}, "cannot be recomputable"),
+        ({"name": 3}, "name must be text"),
+        ({"format": "remat-graph/9"}, "this version reads"),
+    ],
+)
+def test_a_wrong_graph_file_is_named(
+    change: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    two = [{"name": "a", "cost": 1, "bytes": 1}, {"name": "b", "cost": 1, "bytes": 1}]
+    document = {"name": "two", "nodes": two, "edges": [[0, 1]], **change}
+    if "nodes" in change:
+        document["edges"] = []
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(GraphError, match=complaint) as error:
+        load_graph(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[1, 2]", "\x00\x01", '{"name": "x"}', "null", "[" * 9999]
+)
+def test_a_damaged_file_is_named(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "damaged.json"
+    path.write_text(damage)
+    with pytest.raises(GraphError, match=r"damaged\.json"):
+        load_graph(path)
+    with pytest.raises(PlanError, match=r"damaged\.json"):
+        Plan.load(path)
+
+
+def test_every_truncation_of_a_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    save_graph(unit_chain(3), path)
+    text = path.read_text().rstrip()
+    for stop in range(0, len(text), 7):
+        path.write_text(text[:stop])
+        with pytest.raises(GraphError):
+            load_graph(path)
+
+
+def test_a_graph_file_comes_back_as_it_was(tmp_path: Path) -> None:
+    graph = Graph(
+        "all",
+        (
+            Node("a", 0.1, 2**60),
+            Node("b", 1 / 3, 2**60, workspace=2**50, forward=0),
+            Node("c", 2, 0, recomputable=False, backward=True),
+        ),
+        ((0, 1), (1, 2)),
+        resident=2**61,
+        outputs=(1,),
+        order=((0, 2),),
+    )
+    save_graph(graph, tmp_path / "graph.json")
+    assert load_graph(tmp_path / "graph.json") == graph
+
+
+def test_a_plan_is_for_its_graph_and_states_the_truth(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan = solve(CHAIN, 9, solver="griewank").to_plan(CHAIN)
+    plan.save(path)
+    assert Plan.load(path, CHAIN) == plan
+    with pytest.raises(PlanError, match="made for another graph"):
+        Plan.load(path, unit_chain(11, reads=2))
+    document = plan.to_json()
+    for change, complaint in (
+        ({"peak": plan.peak - 1}, "peak is stated as"),
+        ({"cost": plan.cost / 2}, "cost is stated as"),
+        ({"steps": list(plan.schedule[:-1])}, "steps: node .* never runs"),
+        ({"steps": [99]}, "there is no node 99"),
+        ({"steps": ["0"]}, "'0' is not a node index"),
+        ({"lower_bound": "x"}, "lower_bound must be a finite number"),
+        ({"budget": None}, "budget must be of type int"),
+    ):
+        path.write_text(json.dumps({**document, **change}))
+        with pytest.raises(PlanError, match=complaint):
+            Plan.load(path, CHAIN)
+    del document["steps"]
+    path.write_text(json.dumps(document))
+    with pytest.raises(PlanError, match="the plan has no 'steps'"):
+        Plan.load(path)
