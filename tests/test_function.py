@@ -1,0 +1,321 @@
+"""Hand-written training steps inside a budget: what ``tf.function`` takes, exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from child import COUNTED, EXACT, run
+
+_UNCOUNTED = {name: value for name, value in EXACT.items() if "ALLOCATOR" not in name}
+
+_PRELUDE = """
+exact()
+CHEAP = dict(profile={}, check=False, time_limit=0.3)
+
+def body(outputs, seed=1):
+    keras.utils.set_random_seed(seed)
+    layers = [keras.layers.Dense(64, activation="gelu") for _ in range(5)]
+    return keras.Sequential([keras.Input((64,)), *layers, keras.layers.Dense(outputs)])
+
+def data(count, size=2048):
+    rng = np.random.default_rng(0)
+    return [tf.constant(rng.normal(size=(size, 64)), tf.float32) for _ in range(count)]
+
+def trained(make, budget=None, count=3):
+    '''Results and variables after some steps, and what ran them.'''
+    keras.utils.set_random_seed(2)
+    step, variables = make()
+    if budget is None:
+        run = tf.function(step, jit_compile=False)
+    else:
+        run = remat.function(step, budget=budget, **CHEAP)
+    results = [r for x in data(count) for r in tf.nest.flatten(run(x)) if r is not None]
+    return [np.array(v) for v in [*results, *variables()]], run
+
+def compare(make):
+    plain, _ = trained(make)
+    for budget in (0.55, 0.7, 0.85):  # the least of these that is feasible
+        try:
+            values, ours = trained(make, budget)
+            break
+        except remat.InfeasibleBudgetError:
+            continue
+    schedule = ours.plan.schedule
+    return {
+        "same": same(plain, values),
+        "count": len(values),
+        "recomputed": len(schedule) - len(set(schedule)),
+    }
+"""
+
+_STEPS = {
+    "GAN": """
+def make():
+    generator, critic = body(64, 1), body(1, 2)
+    optimizers = [keras.optimizers.Adam(1e-3), keras.optimizers.RMSprop(1e-3)]
+    entropy = keras.losses.BinaryCrossentropy(from_logits=True)
+    noise = tf.random.Generator.from_seed(5)
+    def step(real):
+        with tf.GradientTape() as one, tf.GradientTape() as two:
+            fake = generator(noise.normal(tf.shape(real)), training=True)
+            yes, no = critic(real, training=True), critic(fake, training=True)
+            made = entropy(tf.ones_like(no), no)
+            told = entropy(tf.ones_like(yes), yes) + entropy(tf.zeros_like(no), no)
+        for model, optimizer, tape, loss in (
+            (generator, optimizers[0], one, made), (critic, optimizers[1], two, told)
+        ):
+            weights = model.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+        return {"made": made, "told": told}
+    models = [generator, critic]
+    return step, lambda: [v for m in [*models, *optimizers] for v in m.variables]
+""",
+    "gradient accumulation": """
+def make():
+    model, optimizer = body(1), keras.optimizers.SGD(0.1, momentum=0.9)
+    sums = [tf.Variable(tf.zeros_like(w)) for w in model.trainable_variables]
+    count = tf.Variable(0)
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x, training=True)))
+        for total, gradient in zip(sums, tape.gradient(loss, model.trainable_variables)):
+            total.assign_add(gradient)
+        count.assign_add(1)
+        def update():
+            optimizer.apply_gradients(zip([s.value() for s in sums], model.trainable_variables))
+            for total in sums:
+                total.assign(tf.zeros_like(total))
+            return True
+        return loss, tf.cond(count % 2 == 0, update, lambda: False)
+    return step, lambda: [*model.variables, *optimizer.variables, *sums, count]
+""",
+    "nested and persistent tapes, custom gradient": """
+def make():
+    model, optimizer = body(1), keras.optimizers.Adam(1e-3)
+    @tf.custom_gradient
+    def clipped(x):
+        return x, lambda upstream: tf.clip_by_norm(upstream, 1.0)
+    def step(x):
+        with tf.GradientTape(persistent=True) as outer:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = clipped(model(x, training=True))
+            slope = inner.gradient(y, x)
+            penalty = tf.reduce_mean(tf.square(tf.norm(slope, axis=1) - 1.0))
+            loss = tf.reduce_mean(y)
+        weights = model.trainable_variables
+        first, second = outer.gradient(loss, weights), outer.gradient(penalty, weights)
+        pairs = [(a if b is None else a if a is None else a + b) for a, b in zip(first, second)]
+        optimizer.apply_gradients(zip(pairs, weights))
+        return [loss, (penalty, None)]
+    return step, lambda: [*model.variables, *optimizer.variables]
+""",
+}
+
+
+@pytest.mark.parametrize("name", _STEPS)
+def test_same_bits_as_tf_function(name: str) -> None:
+    found = run(_PRELUDE + _STEPS[name] + "\nanswer(**compare(make))", _UNCOUNTED)
+    assert found["same"]
+    assert found["count"] > 20
+    assert found["recomputed"] > 0
+
+
+def test_one_plan_for_each_signature() -> None:
+    found = run(
+        _PRELUDE
+        + """
+model, optimizer = body(2), keras.optimizers.SGD(0.1)
+traced = []
+
+@remat.function(budget="64MiB", **CHEAP)
+def step(batch, scale=1.0, *, flag=None):
+    "Trains."
+    traced.append((scale, flag))
+    with tf.GradientTape() as tape:
+        y = model(batch["x"], training=True)
+        loss = scale * tf.reduce_mean(tf.square(y - batch["y"]))
+    weights = model.trainable_variables
+    optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+    return loss
+
+(x,) = data(1)
+batch = {"x": x, "y": np.zeros((2048, 2), "float32")}
+half = {"x": x[:128], "y": batch["y"][:128]}
+counts = []
+def count(*args, **kwargs):
+    step(*args, **kwargs)
+    counts.append(len(step.steps))
+count(batch)
+count(batch, 1.0)
+count(batch=batch, scale=1.0, flag=None)
+count(half)
+count(batch, 2.0)
+count(batch, flag="other")
+count(batch)
+specs = tf.nest.map_structure(lambda a: tf.TensorSpec((64, *a.shape[1:]), a.dtype), batch)
+planned = step.compiled(specs)
+count({name: a[:64] for name, a in batch.items()})
+answer(
+    counts=counts, doc=step.__doc__, name=step.__name__,
+    same=planned is step.steps[-1], variables=len(optimizer.variables),
+)
+""",
+        _UNCOUNTED,
+    )
+    assert found["counts"] == [1, 1, 1, 2, 3, 4, 4, 5]
+    assert (found["doc"], found["name"]) == ("Trains.", "step")
+    assert found["same"]
+    assert found["variables"] == 2
+
+
+def test_methods_threads_and_calls_from_a_tf_function() -> None:
+    found = run(
+        _PRELUDE
+        + """
+import threading
+
+class Trainer:
+    def __init__(self):
+        self.model, self.optimizer = body(1), keras.optimizers.SGD(0.1)
+
+    @remat.function(budget="64MiB", input_signature=[tf.TensorSpec((2048, 64))], **CHEAP)
+    def step(self, x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.model(x, training=True)))
+        weights = self.model.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+        return loss
+
+one, two = Trainer(), Trainer()
+(x,) = data(1)
+threads = [threading.Thread(target=trainer.step.compiled) for trainer in (one, one, two, two)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+losses = [float(one.step(x)), float(two.step(x)), float(two.step(x))]
+
+@tf.function
+def twice(x):
+    return one.step(x), one.step(x)
+
+more = [float(value) for value in twice(x)]
+@remat.function(budget=1.0, **CHEAP)
+def unplanned(x):
+    return x + 1
+@tf.function
+def inside(x):
+    return unplanned(x)
+try:
+    inside(x)
+except remat.TraceError as error:
+    message = str(error)
+answer(
+    plans=[len(t.step.steps) for t in (one, two)], losses=losses, more=more,
+    bound=one.step is one.step and one.step is not two.step, message=message,
+    iterations=[int(t.optimizer.iterations) for t in (one, two)],
+)
+""",
+        _UNCOUNTED,
+    )
+    assert found["plans"] == [1, 1]
+    assert found["bound"]
+    assert found["losses"][0] == found["losses"][1]
+    assert found["more"][0] == found["losses"][2]  # the same second step
+    assert found["more"][1] < found["more"][0]
+    assert found["iterations"] == [3, 2]
+    assert "compiled(...)" in found["message"]
+
+
+def test_python_control_flow_over_tensors(tmp_path: Path) -> None:
+    module = tmp_path / "autographed.py"  # TensorFlow reads the source
+    module.write_text(
+        "def step(x):\n    if x[0] > 0:\n        return x * 2\n    else:\n        return x - 1\n"
+    )
+    found = run(
+        f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from autographed import step
+ours = remat.function(step, budget="64MiB", profile={{}}, check=False)
+found = [ours(tf.constant(x)).numpy().tolist() for x in ([1.0, 2.0], [-1.0, 2.0])]
+answer(found=found, plans=len(ours.steps))
+""",
+        _UNCOUNTED,
+    )
+    assert found == {"found": [[2.0, 4.0], [-2.0, 1.0]], "plans": 1}
+
+
+def test_bad_input_and_failures_give_one_clear_error() -> None:
+    found = run(
+        _PRELUDE
+        + """
+found = {}
+def attempt(name, make):
+    try:
+        make()
+        found[name] = ["nothing", ""]
+    except Exception as error:
+        found[name] = [type(error).__name__, str(error)]
+
+@remat.function(budget="64MiB", **CHEAP)
+def step(inputs, fail=False):
+    if fail:
+        raise KeyError("mine")
+    return tf.reduce_sum(inputs["a"])
+
+ragged = tf.ragged.constant([[1.0], [2.0, 3.0]])
+attempt("ragged", lambda: step({"a": ragged}))
+attempt("sparse", lambda: step({"a": tf.sparse.eye(3)}))
+attempt("own error", lambda: step({"a": tf.ones(3)}, fail=True))
+attempt("fine after that", lambda: step({"a": tf.ones(3)}))
+attempt("arguments", lambda: step())
+attempt("no plan", lambda: remat.function(lambda x: x, **CHEAP).plan)
+attempt("plan", lambda: remat.function(plan=object()))
+attempt("option", lambda: remat.function(buget=1))
+signature = [tf.TensorSpec((None, 3))]
+attempt("unknown", lambda: remat.function(lambda x: x, input_signature=signature).compiled())
+attempt("inside", lambda: remat.function(lambda x: tf.unique(x)[0] * 2)(tf.ones(9)))
+answer(found=found)
+""",
+        _UNCOUNTED,
+    )["found"]
+    assert found["ragged"][0] == "TraceError"
+    assert "the argument inputs['a'] is a RaggedTensor" in found["ragged"][1]
+    assert "SparseTensor" in found["sparse"][1]
+    assert found["own error"][0] == "KeyError"
+    assert "mine" in found["own error"][1]
+    assert found["fine after that"][0] == "nothing"
+    assert found["arguments"][0] == "TypeError"
+    assert found["no plan"][0] == "PlanError"
+    assert found["plan"][0] == "ValueError"
+    assert "buget" in found["option"][1]
+    assert found["unknown"][0] == "TraceError"
+    assert found["inside"][0] == "TraceError"
+    assert "Unique" in found["inside"][1]
+
+
+def test_out_of_memory_names_the_plan() -> None:
+    found = run(
+        """
+@remat.function(budget="100MiB", profile={}, check=False, time_limit=0.3)
+def step(x):
+    return tf.reduce_sum(tf.exp(x) * tf.sin(x))
+
+x = tf.ones((2**22,))
+value = float(step(x))
+empty = lambda: tf.raw_ops.Empty(shape=[2**22], dtype=tf.uint8, init=False)
+hogs = [empty() for _ in range(20)]
+try:
+    step(x)
+    error = None
+except tf.errors.ResourceExhaustedError as caught:
+    error = str(caught)
+hogs.clear()
+answer(error=error, again=float(step(x)) == value)
+""",
+        {**COUNTED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": "128"},
+    )
+    assert "OOM when allocating" in found["error"]
+    assert "plan for step" in found["error"]
+    assert found["again"]
