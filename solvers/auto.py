@@ -39,6 +39,7 @@ _ROUND = 0.2  # share of the time limit that one annealing takes, at least
 _WHOLE = 10_000  # nodes of a graph on which one annealing takes all the time
 _EARLY = 0.15  # share of the time that each heuristic may take
 _ALONE = 0.4  # share of the time that a single worker spends on proofs
+_DENSE = 50_000  # edges beyond which a program takes longer to build than it is worth
 _LARGE = 2000  # nodes from which on neither refining nor a cold start pays
 
 
@@ -87,7 +88,7 @@ def _begin(board: _Board) -> None:
 
 def _prove(board: _Board) -> None:
     problem, monitor = board.problem, board.monitor
-    if monitor.should_stop():
+    if monitor.should_stop() or len(problem.graph.edges) > _DENSE:
         return
     share = _ALONE if problem.workers == 1 else 1.0
     until = monitor.elapsed() + share * monitor.remaining()

@@ -6,7 +6,6 @@ the exact methods must meet it.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 
 import pytest
@@ -17,9 +16,8 @@ from hypothesis import strategies as st
 from remat.solvers import Graph, Node, Result, Status, frontier, simulate, solve
 from remat.solvers.solving import METHODS, OPTIMAL_GAP
 
-NEEDS = {"moccasin": "ortools"}
-AVAILABLE = [name for name in METHODS if name not in NEEDS or importlib.util.find_spec(NEEDS[name])]
-# Whatever minimizes the cost of something else than the program asked for says so.
+# OR-tools cannot share a process with TensorFlow: "moccasin" is in test_published_methods.
+AVAILABLE = [name for name in METHODS if name != "moccasin"]
 COST_ONLY = {"checkmate", "lp_rounding", "moments", "gap_cover"}
 PARTS = st.sampled_from([1.0, 0.9, 0.75, 0.6, 0.45])
 
@@ -60,7 +58,7 @@ def run(graph: Graph, budget: int, solver: str, **arguments: object) -> Result:
 
 @pytest.mark.parametrize("solver", AVAILABLE)
 def test_legal_and_within_budget_or_why_not(solver: str) -> None:
-    @few(4 if solver in ("lp_rounding", "checkmate", "moccasin", "auto") else 12)
+    @few(4 if solver in ("lp_rounding", "checkmate", "auto") else 12)
     @given(graphs(most=10), PARTS)
     def check(graph: Graph, part: float) -> None:
         run(graph, int(plain_peak(graph) * part), solver)
