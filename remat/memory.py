@@ -25,14 +25,14 @@ import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .program import Kind, Program, Tensor
+from .program import SCRATCH_FIRST, Kind, Program, Tensor
 
 _ALIGNMENT = 256  # bytes; every request is rounded up to a multiple
 _BINS = 21
 _SPLIT_WASTE = 128 << 20  # bytes; a larger remainder is always split off
 _ENDLESS = 1 << 50  # bytes
 _FIRST_REGION = 2 << 20  # bytes; regions then double
-_STEPS = 3  # runs until batches and results come to lie where they did before
+_STEPS = 12  # runs, at most, until batches and results lie where they did before
 _SMALLEST_SLOT = 1 << 16  # bytes; what is smaller finds room anywhere
 _SMALL_VALUES = 1 << 18  # bytes
 
@@ -335,11 +335,16 @@ def simulate(
     batch: list[_Chunk] = []
     results: list[_Chunk] = []
     steps = []
+    seen: set[tuple[int, ...]] = set()
     for _ in range(_STEPS):
         next_batch = [arena.allocate(size) for size in pool.arguments if size]
         for chunk in batch:
             arena.free(chunk)
         batch = next_batch
+        held = tuple(chunk.address for chunk in (*batch, *results))
+        if held in seen:
+            break
+        seen.add(held)
         timeline, requested, returned = _simulate_step(
             program, events, references, workspace, arena, pool.resident
         )
@@ -380,13 +385,16 @@ def _simulate_step(
 
     for index, event in enumerate(events):
         op = ops[event.op]
-        extra = 0
+        extra, scratch = 0, None
         if op.kind in (Kind.ARGUMENT, Kind.CONSTANT, Kind.READ):
             outputs = [_Buffer(0, 0, True) for _ in op.bytes]
         elif op.kind is Kind.ALIAS:
             source, number = event.inputs[0]
             outputs = [buffers[source][number]]
         else:
+            extra = workspace.get(event.op, 0)
+            if extra and op.type in SCRATCH_FIRST:
+                scratch = arena.allocate(extra)
             outputs = []
             for number, size in enumerate(op.bytes):
                 buffer = None
@@ -396,8 +404,8 @@ def _simulate_step(
                     buffer = _Buffer(size, 0, False, arena.allocate(size) if size else None)
                     held += size
                 outputs.append(buffer)
-            extra = workspace.get(event.op, 0)
-        scratch = arena.allocate(extra) if extra else None
+            if extra and scratch is None:
+                scratch = arena.allocate(extra)
         timeline.append(arena.in_use)
         requested.append(held + extra)
         if scratch is not None:

@@ -259,6 +259,8 @@ _FORWARDS: dict[str, tuple[int, ...]] = {
 ELEMENTWISE = frozenset([*_UNARY, *_BINARY, "AddN", "Select", "SelectV2", "Cast"]) - {
     "Softmax", "LogSoftmax", "TensorScatterUpdate", "TensorScatterAdd", "Cumsum"
 }  # fmt: skip
+# Kernels that ask for scratch memory before their outputs; others do after.
+SCRATCH_FIRST = frozenset(["SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"])
 # One large output from small inputs, at the price of writing it.
 BROADCASTS = frozenset(["Tile", "BroadcastTo", "Fill"])
 
