@@ -67,7 +67,7 @@ def register(commands: Any) -> None:
         "--time-limit",
         type=float,
         metavar="SECONDS",
-        help="stop after this long (default: 3 to 30, by the size of the graph)",
+        help="stop after this long (default: 2 to 30, by the size of the graph)",
     )
     solve.add_argument("--seed", type=int, default=0, help="of every random choice (default 0)")
     solve.add_argument("--workers", type=int, help="processors to use (default: all)")

@@ -64,8 +64,9 @@ def load_method(name: str) -> Method:
 
 
 def default_time_limit(graph: Graph) -> float:
-    """Seconds that ``solve`` takes at most if not told: 3 to 30, by size."""
-    return min(30.0, 3.0 + len(graph) / 90)
+    """Seconds that ``solve`` takes at most if not told: 2 to 7 for small graphs, up to 30."""
+    share = len(graph) / 50
+    return min(30.0, max(share, min(2.2 + share, 7.0)))
 
 
 def solve(
@@ -267,12 +268,14 @@ class _Judge:
         )
         with self._lock:
             self._least_peak = min(self._least_peak, truth.peak)
-            if self.problem.minimize == "cost":
-                key, best_key = (truth.cost, truth.peak), (self._cost, self._peak)
-            else:
-                key, best_key = (truth.peak, truth.cost), (self._peak, self._cost)
-            # Of equals always the same one, whichever worker was first.
-            if within and (*key, schedule) < (*best_key, self._best or ()):
+            figures: list[tuple[float, float, Schedule]] = [
+                (truth.cost, truth.peak, schedule),
+                # Of equals always the same one, whichever worker was first.
+                (self._cost, self._peak, self._best or ()),
+            ]
+            if self.problem.minimize == "peak":
+                figures = [(peak, cost, runs) for cost, peak, runs in figures]
+            if within and figures[0] < figures[1]:
                 self._best, self._cost, self._peak = schedule, truth.cost, truth.peak
                 self.changes += 1
             self._stop_if_done()
