@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .memory import Event
-from .program import BROADCASTS, ELEMENTWISE, Kind, Program, Tensor
+from .program import BROADCASTS, ELEMENTWISE, KEPT_SCRATCH, Kind, Program, Tensor
 from .solvers.graph import Graph, Node
 
 _LARGE = 1e-3  # of the plain peak: no value above this is small
@@ -317,6 +317,7 @@ def _build(
             sources.append(source)
             known |= ancestors[source]
         held = sum(ops[t[0]].bytes[t[1]] for t in large[g])
+        held += sum(workspace.get(t[0], 0) for t in large[g] if ops[t[0]].type in KEPT_SCRATCH)
         scratch, forward = _scratch(program, heavy, members, outward[g], held, workspace, number)
         if forward is not None and nodes[position[forward]].bytes != held:
             forward = None

@@ -25,7 +25,7 @@ import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .program import SCRATCH_FIRST, Kind, Program, Tensor
+from .program import KEPT_SCRATCH, SCRATCH_FIRST, Kind, Program, Tensor
 
 _ALIGNMENT = 256  # bytes; every request is rounded up to a multiple
 _BINS = 21
@@ -311,6 +311,7 @@ class _Buffer:
     references: int
     resident: bool
     chunk: _Chunk | None = None
+    beside: _Chunk | None = None
 
 
 def simulate(
@@ -379,8 +380,9 @@ def _simulate_step(
         buffer.references -= count
         if buffer.references or buffer.resident:
             return 0
-        if buffer.chunk is not None:
-            arena.free(buffer.chunk)
+        for chunk in (buffer.chunk, buffer.beside):
+            if chunk is not None:
+                arena.free(chunk)
         return buffer.bytes
 
     for index, event in enumerate(events):
@@ -406,6 +408,11 @@ def _simulate_step(
                 outputs.append(buffer)
             if extra and scratch is None:
                 scratch = arena.allocate(extra)
+            if scratch is not None and op.type in KEPT_SCRATCH:
+                outputs[0].beside = scratch
+                outputs[0].bytes += extra
+                held += extra
+                extra, scratch = 0, None
         timeline.append(arena.in_use)
         requested.append(held + extra)
         if scratch is not None:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from .profile import device_at_hand, measured_pricer, signature_of
 from .profiles.price import Coverage, Price, coverage, load_pricer
 from .profiles.signature import OpSignature, TensorType
-from .program import Kind, Program
+from .program import KEPT_SCRATCH, Kind, Program
 
 Profile = str | os.PathLike[str] | Mapping[str, float]
 
@@ -64,11 +64,18 @@ def price(
         pricer = load_pricer(profile)
     distinct = {signature: pricer.price(signature) for signature in set(signatures.values())}
     prices: dict[int, Price] = {index: distinct[s] for index, s in signatures.items()}
+    workspace = {index: found.workspace for index, found in prices.items() if found.workspace}
+    for index, op in enumerate(program.ops):
+        # The backward operation finds what the forward one kept.
+        if op.type in KEPT_SCRATCH and index in workspace:
+            for reader in program.consumers[index]:
+                if program.ops[reader].type == KEPT_SCRATCH[op.type]:
+                    workspace.pop(reader, None)
     return Prices(
         seconds=tuple(
             prices[index].seconds if index in prices else 0.0 for index in range(len(program.ops))
         ),
-        workspace={index: found.workspace for index, found in prices.items() if found.workspace},
+        workspace=workspace,
         coverage=coverage(prices.values()),
         device=pricer.device.name,
     )
