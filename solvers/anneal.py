@@ -18,8 +18,9 @@ Options:
     search.  With it the result depends on the seed and ``workers`` alone.
   seconds: to take, if that is less than the time limit.
 
-After FastSA (simulated annealing for rematerialization of op sequences) in
-spirit; the state, changes and incremental profile here are this package's own.
+After FastSA (Imanishi, Xu, Takagi, Wang, Castillo: "A fast heuristic to optimize
+time-space tradeoff for large models", NeurIPS 2023) in spirit; the state, the
+changes and the incremental profile here are this package's own.
 """
 
 from __future__ import annotations

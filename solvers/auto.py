@@ -38,7 +38,7 @@ _COLD_START, _REHEAT, _REPAIR = 0.3, 0.1, 0.1
 _ROUND = 0.2  # share of the time limit that one annealing takes, at least
 _WHOLE = 10_000  # nodes of a graph on which one annealing takes all the time
 _EARLY = 0.15  # share of the time that each heuristic may take
-_ALONE = 0.4  # share of the time that a single worker spends on proofs
+_SHARE = 0.4  # of the time for proofs, if it is one worker's only, or they promise little
 _DENSE = 50_000  # edges beyond which a program takes longer to build than it is worth
 _LARGE = 2000  # nodes from which on neither refining nor a cold start pays
 
@@ -90,10 +90,12 @@ def _prove(board: _Board) -> None:
     problem, monitor = board.problem, board.monitor
     if monitor.should_stop() or len(problem.graph.edges) > _DENSE:
         return
-    share = _ALONE if problem.workers == 1 else 1.0
-    until = monitor.elapsed() + share * monitor.remaining()
+    began, left = monitor.elapsed(), monitor.remaining()
     bound, start = lower_bound(problem, monitor)
     monitor.bounded(bound)
+    # Where the gap cover proves nothing (random graphs), little more will be proven.
+    hopeful = bound > problem.graph.cost * (1 + 1e-9)
+    until = began + (left if hopeful and problem.workers > 1 else _SHARE * left)
     if start is not None:
         board.offer(start)
     else:
