@@ -26,8 +26,9 @@ class Task:
     """What a process is to do.
 
     Attributes:
-      kind: name of a function in ``experiments.child.KINDS``.
-      model: name of a case in ``experiments.models.CASES``.
+      kind: name of a function in the module's ``KINDS``.
+      model: name of a case in ``experiments.models.CASES`` (or in
+        ``keras.applications``, for ``experiments.zoo_child``).
       steps: training steps.
       budget: bytes, where there is a budget.
       limit_mib: hard limit of TensorFlow's allocator in MiB, if any.
@@ -49,11 +50,14 @@ class Task:
     repeat: int = 0
 
 
-def run(task: Task, *, timeout: float, log: Path) -> dict[str, Any]:
+def run(
+    task: Task, *, timeout: float, log: Path, module: str = "experiments.child"
+) -> dict[str, Any]:
     """Runs a task in a process of its own.
 
     Args:
       task: what to do.
+      module: what runs it.
       timeout: seconds after which the process is killed.
       log: file for what the process writes.
 
@@ -70,7 +74,7 @@ def run(task: Task, *, timeout: float, log: Path) -> dict[str, Any]:
             "-X",
             "faulthandler",
             "-m",
-            "experiments.child",
+            module,
             json.dumps(asdict(task)),
             str(answer),
         ]

@@ -175,7 +175,7 @@ def attention() -> keras.Model:
 def stochastic_depth() -> keras.Model:
     """As EfficientNet drops its blocks."""
     x = inputs = keras.Input((16, 16, 8))
-    for _ in range(3):
+    for _ in range(6):
         y = layers.Conv2D(8, 3, padding="same", activation="swish")(x)
         x = x + layers.Dropout(0.3, noise_shape=(None, 1, 1, 1))(y)
     return keras.Model(inputs, layers.Dense(4)(layers.GlobalAveragePooling2D()(x)))
@@ -321,7 +321,7 @@ CASES = {
             lambda: layers.AlphaDropout(0.1),
         )
     ),
-    "stochastic depth": Case(stochastic_depth, share=0.4),
+    "stochastic depth": Case(stochastic_depth, share=0.45),
     "augmentation": Case(
         stack(
             lambda: layers.RandomFlip(),
@@ -361,7 +361,7 @@ CASES = {
         inputs=(12,), tokens=50, recomputes=False, exact=False,
     ),
     "bidirectional, masked": Case(
-        share=0.4,
+        recomputes=False,
         build=sequence(
             lambda: layers.Bidirectional(layers.LSTM(8, return_sequences=True)),
             lambda: layers.SimpleRNN(16, return_sequences=True, unroll=True),
@@ -370,7 +370,7 @@ CASES = {
         inputs=(12,), tokens=50,
     ),
     "ConvLSTM": Case(
-        share=0.4,
+        recomputes=False,
         build=lambda: keras.Sequential(
             [
                 keras.Input((4, 8, 8, 4)),
@@ -384,7 +384,7 @@ CASES = {
         inputs=(4, 8, 8, 4), exact=False,
     ),
     "sparse gradients": Case(
-        share=0.4,
+        recomputes=False,
         build=sequence(lambda: layers.Dense(64, activation="relu"), lambda: layers.Conv1D(64, 3)),
         inputs=(12,), tokens=50,
     ),

@@ -1,0 +1,199 @@
+"""Every network of ``keras.applications`` through ``remat.wrap`` and ``fit``.
+
+    python -m experiments.zoo                           all of them (hours; it resumes)
+    python -m experiments.zoo --models MobileNetV2
+
+Random weights, the smallest images that build, batch 8, two epochs of three
+batches with Adam: plain, inside 60 % of the plain peak (or the least budget
+found to work), and the ways that TensorFlow and Keras have of their own
+(``keras.RematScope`` in three modes, ``tf.recompute_grad`` around blocks).  Each
+is a process of its own, in the setting in which TensorFlow agrees with itself
+(oneDNN off, deterministic operations, one inter-op thread); "exact" says that
+all weights, averages, slots and seeds are those of the plain training, bit for
+bit.  Results that are there are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from remat.solvers.graph import write_json
+
+from .process import Task, run
+
+MODELS = (
+    "ConvNeXtTiny ConvNeXtSmall ConvNeXtBase ConvNeXtLarge ConvNeXtXLarge "
+    "DenseNet121 DenseNet169 DenseNet201 "
+    "EfficientNetB0 EfficientNetB1 EfficientNetB2 EfficientNetB3 EfficientNetB4 EfficientNetB5 "
+    "EfficientNetB6 EfficientNetB7 EfficientNetV2B0 EfficientNetV2B1 EfficientNetV2B2 "
+    "EfficientNetV2B3 EfficientNetV2S EfficientNetV2M EfficientNetV2L "
+    "InceptionResNetV2 InceptionV3 MobileNet MobileNetV2 MobileNetV3Large MobileNetV3Small "
+    "NASNetLarge NASNetMobile ResNet50 ResNet50V2 ResNet101 ResNet101V2 ResNet152 ResNet152V2 "
+    "VGG16 VGG19 Xception"
+).split()
+OTHERS = ("scope_full", "scope_activations", "scope_larger_than", "recompute_grad")
+
+_SHARE = 0.6  # of the plain peak
+_TIMEOUT = 3600.0  # seconds
+_SEARCHES = 5  # budgets tried, at most, if that share is infeasible
+_STEP = 1.03  # upwards
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One network, one way.  Bytes and seconds; None where there is none.
+
+    Attributes:
+      way: "plain", "budgeted" or one of ``OTHERS``.
+      status: "done", "infeasible" or "failed".
+      budget: where there is one; share: of the plain peak.
+      overhead: of a step's time over the plain one's, as a fraction;
+        overhead_predicted: as the plan has it.
+      compile_seconds: of the first step over the plain first step.
+    """
+
+    model: str
+    way: str
+    status: str
+    side: int | None = None
+    budget: int | None = None
+    share: float | None = None
+    peak: int | None = None
+    exact: bool | None = None
+    overhead: float | None = None
+    overhead_predicted: float | None = None
+    compile_seconds: float | None = None
+    recomputations: int | None = None
+    message: str = ""
+
+    @property
+    def over(self) -> bool:
+        """Whether it took more than its budget."""
+        return self.budget is not None and self.peak is not None and self.peak > self.budget
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the experiment; 1 if remat was wrong, over budget or broke down anywhere."""
+    parser = argparse.ArgumentParser(
+        "python -m experiments.zoo",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, metavar="NAME")
+    parser.add_argument(
+        "--others", nargs="*", choices=OTHERS, default=OTHERS, help="what to compare with"
+    )
+    parser.add_argument("--out", type=Path, default=Path("out/zoo"), metavar="DIR")
+    asked = parser.parse_args(arguments)
+    for name in ("results", "logs"):
+        (asked.out / name).mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    for model in asked.models:
+        rows += _rows(model, asked.others, asked.out)
+        _save(rows, asked.out / "table.csv")
+        print(table(rows[-2 - len(asked.others) :]), flush=True)
+    ours = [row for row in rows if row.way == "budgeted"]
+    wrong = sum(row.exact is False for row in ours)
+    over = sum(row.over for row in ours)
+    broken = sum(row.status != "done" for row in ours)
+    print(f"{len(ours)} networks: {wrong} wrong, {over} over budget, {broken} not trained")
+    print(f"saved: {asked.out / 'table.csv'}")
+    return 1 if wrong or over or broken else 0
+
+
+def _rows(model: str, others: Sequence[str], folder: Path) -> list[Row]:
+    plain = _result(Task("plain", model, exact=True), folder)
+    rows = [_row(model, "plain", plain, plain, None)]
+    if plain["status"] != "done":
+        return rows
+    budget = int(_SHARE * plain["peak"])
+    for _ in range(_SEARCHES):
+        found = _result(Task("budgeted", model, budget=budget, exact=True), folder)
+        if found["status"] != "infeasible":
+            break
+        budget = max(int(budget * _STEP), min(found["least_budget"], plain["peak"]))
+    rows.append(_row(model, "budgeted", found, plain, budget))
+    for way in others:
+        rows.append(_row(model, way, _result(Task(way, model, exact=True), folder), plain, None))
+    return rows
+
+
+def _row(
+    model: str, way: str, found: Mapping[str, Any], plain: Mapping[str, Any], budget: int | None
+) -> Row:
+    row = Row(model, way, found["status"], budget=budget, message=found.get("message", ""))
+    if row.status != "done":
+        return row
+    return Row(
+        model,
+        way,
+        row.status,
+        side=found["side"],
+        budget=budget,
+        share=found["peak"] / plain["peak"],
+        peak=found["peak"],
+        exact=found["digest"] == plain["digest"],
+        overhead=found["step_seconds"] / plain["step_seconds"] - 1,
+        overhead_predicted=found.get("overhead"),
+        compile_seconds=found["first_seconds"] - plain["first_seconds"],
+        recomputations=found.get("recomputations"),
+    )
+
+
+def _result(task: Task, folder: Path) -> dict[str, Any]:
+    """What the task gives, or gave when it ran before."""
+    name = f"{task.model}-{task.kind}" + ("" if task.budget is None else f"-{task.budget}")
+    file = folder / "results" / f"{name}.json"
+    if not file.exists():
+        print(f"  {name} ...", end=" ", flush=True)
+        log = folder / "logs" / f"{name}.log"
+        result = run(task, timeout=_TIMEOUT, log=log, module="experiments.zoo_child")
+        print(f"{result['status']}, {result['seconds']:.0f} s", flush=True)
+        write_json({**result, "task": asdict(task)}, file)
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows for people."""
+    lines = [
+        f"{'':38}{'budget':>8}{'peak':>8}{'% of':>7}{'':>7}{'overhead %':>19}{'compile':>9}\n"
+        f"{'':38}{'MiB':>8}{'MiB':>8}{'plain':>7}{'exact':>7}"
+        f"{'predicted':>11}{'measd':>8}{'s':>9}"
+    ]
+    for row in rows:
+        lines.append(
+            f"{row.model:20}{row.way:18}{_in(row.budget, _MIB, 8)}{_in(row.peak, _MIB, 8)}"
+            f"{_in(row.share, 0.01, 7)}{'-' if row.exact is None else str(row.exact):>7}"
+            f"{_in(row.overhead_predicted, 0.01, 11)}{_in(row.overhead, 0.01, 8)}"
+            f"{_in(row.compile_seconds, 1, 9)}"
+            f"{'' if row.status == 'done' else '  ' + row.status}{'  OVER' if row.over else ''}"
+        )
+        if row.message:
+            lines.append(f"    {row.message[:200]}")
+    return "\n".join(lines)
+
+
+def _in(value: float | None, unit: float, width: int) -> str:
+    return f"{'-':>{width}}" if value is None else f"{value / unit:{width}.1f}"
+
+
+def _save(rows: Sequence[Row], path: Path) -> None:
+    """Writes the rows; the old file stays whole until the new one is."""
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(asdict(rows[0])))
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+    os.replace(temporary, path)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

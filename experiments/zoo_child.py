@@ -1,0 +1,212 @@
+"""What the processes of ``experiments.zoo`` do: ``fit`` of one application, one way.
+
+``python -m experiments.zoo_child TASK RESULT.json``
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import remat
+from remat.solvers.graph import write_json
+
+from .process import Task
+
+BATCH, BATCHES, EPOCHS, CLASSES = 8, 3, 2, 10
+_SIDES = (32, 64, 75, 96, 128, 224)  # pixels; the smallest that builds is taken
+_DEVICE = "CPU:0"
+
+
+class Clock(keras.callbacks.Callback):
+    """Seconds of every step, and the peak over all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+        self.peak = 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seconds.append(time.perf_counter() - self._started)
+        self.peak = max(self.peak, tf.config.experimental.get_memory_info(_DEVICE)["peak"])
+
+
+def application(name: str) -> keras.Model:
+    """The network with random weights, at the smallest size that builds."""
+    problem: Exception | None = None
+    for side in _SIDES:
+        keras.utils.set_random_seed(0)
+        try:
+            return getattr(keras.applications, name)(
+                weights=None,
+                input_shape=(side, side, 3),
+                classes=CLASSES,
+                classifier_activation=None,
+            )
+        except ValueError as error:  # a dimension would be below one
+            problem = error
+    raise ValueError(f"{name} builds at none of {_SIDES}: {problem}")
+
+
+def fit(model: keras.Model) -> dict[str, Any]:
+    """Trains with Adam, and says what came of it.
+
+    Returns:
+      ``peak`` (bytes), ``step_seconds`` (the median of the last epoch),
+      ``first_seconds`` (of the first step, tracing or compiling included),
+      ``losses``, and ``digest`` of all that the training moved.
+    """
+    generator = np.random.default_rng(0)
+    shape = (BATCH * BATCHES, *model.input_shape[1:])
+    images = generator.uniform(0, 255, shape).astype("float32")
+    labels = generator.integers(CLASSES, size=len(images))
+    data = tf.data.Dataset.from_tensor_slices((images, labels))
+    # Sizes are known: of an unknown one TensorFlow makes another graph.
+    data = data.batch(BATCH, drop_remainder=True)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, jit_compile=False)
+    clock = Clock()
+    keras.utils.set_random_seed(1)
+    tf.config.experimental.reset_memory_stats(_DEVICE)
+    history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[clock])
+    digest = hashlib.sha256()
+    for variable in [*model.variables, *model.optimizer.variables]:
+        digest.update(np.array(variable).tobytes())
+    return {
+        "side": model.input_shape[1],
+        "peak": clock.peak,
+        "first_seconds": clock.seconds[0],
+        "step_seconds": sorted(clock.seconds[BATCHES:])[BATCHES // 2],
+        "losses": history.history["loss"],
+        "digest": digest.hexdigest(),
+    }
+
+
+def plain(task: Task) -> dict[str, Any]:
+    """As Keras trains."""
+    return fit(application(task.model))
+
+
+def budgeted(task: Task) -> dict[str, Any]:
+    """Inside a budget, by ``remat.wrap``."""
+    assert task.budget is not None
+    model = remat.wrap(application(task.model), budget=task.budget)
+    try:
+        result = fit(model)
+    except remat.InfeasibleBudgetError as error:
+        return {
+            "status": "infeasible",
+            "message": str(error),
+            "floor": error.floor,
+            "least_budget": error.least_budget,
+        }
+    (step,) = model.remat.steps
+    return {
+        **result,
+        "predicted": step.plan.peak,
+        "overhead": step.plan.overhead,
+        "stage_seconds": step.seconds,
+        "recomputations": len(step.plan.schedule) - len(set(step.plan.schedule)),
+    }
+
+
+def scope_full(task: Task) -> dict[str, Any]:
+    """Under ``keras.RematScope("full")``."""
+    with keras.RematScope(mode="full"):
+        return fit(application(task.model))
+
+
+def scope_activations(task: Task) -> dict[str, Any]:
+    """Under ``keras.RematScope("activations")``."""
+    with keras.RematScope(mode="activations"):
+        return fit(application(task.model))
+
+
+def scope_larger_than(task: Task) -> dict[str, Any]:
+    """Under ``keras.RematScope("larger_than")``, for values above 1 MiB."""
+    with keras.RematScope(mode="larger_than", output_size_threshold=2**18):
+        return fit(application(task.model))
+
+
+def recompute_grad(task: Task) -> dict[str, Any]:
+    """With ``tf.recompute_grad`` around about sqrt(n) blocks of layers."""
+    return fit(_Blocks(application(task.model)))
+
+
+class _Blocks(keras.Model):
+    """A functional model cut where a single value passes, each piece recomputed."""
+
+    def __init__(self, model: keras.Model) -> None:
+        super().__init__(name=f"{model.name}_blocks")
+        self._shape = model.input_shape
+        cuts = _cuts(model)
+        size = max(1, math.isqrt(len(cuts)))
+        values = [model.input, *(model.layers[i].output for i in cuts[size - 1 : -1 : size])]
+        values.append(model.output)
+        self.pieces = [keras.Model(a, b) for a, b in itertools.pairwise(values)]
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        for piece in self.pieces:
+            x = tf.recompute_grad(lambda x, piece=piece: piece(x, training=training))(x)
+        return x
+
+
+def _cuts(model: keras.Model) -> list[int]:
+    """Layers whose output is all that later layers read of this and earlier ones."""
+    number = {id(layer): i for i, layer in enumerate(model.layers)}
+    last = [i for i, _ in enumerate(model.layers)]  # who reads it last
+    for i, layer in enumerate(model.layers):
+        for node in layer._inbound_nodes:
+            for source in node.parent_nodes:
+                if id(source.operation) in number:
+                    j = number[id(source.operation)]
+                    last[j] = max(last[j], i)
+    cuts, reach = [], 0
+    for i, _ in enumerate(model.layers):
+        if 0 < reach <= i:
+            cuts.append(i)
+        reach = max(reach, last[i])
+    return cuts
+
+
+KINDS: dict[str, Callable[[Task], dict[str, Any]]] = {
+    function.__name__: function
+    for function in (
+        plain,
+        budgeted,
+        scope_full,
+        scope_activations,
+        scope_larger_than,
+        recompute_grad,
+    )
+}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs one task and writes what it found."""
+    task = Task(**json.loads(arguments[0]))
+    if task.exact:
+        tf.config.experimental.enable_op_determinism()
+    write_json(KINDS[task.kind](task), Path(arguments[1]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
