@@ -64,9 +64,9 @@ def load_method(name: str) -> Method:
 
 
 def default_time_limit(graph: Graph) -> float:
-    """Seconds that ``solve`` takes at most if not told: 2 to 7 for small graphs, up to 30."""
+    """Seconds that ``solve`` takes at most if not told: 2 to 7 for up to 350 nodes, at most 30."""
     share = len(graph) / 50
-    return min(30.0, max(share, min(2.2 + share, 7.0)))
+    return min(30.0, max(share, min(2.2 + share, 6.5)))
 
 
 def solve(
