@@ -160,14 +160,18 @@ class Function:
     def _find(self, args: Any, kwargs: Any) -> tuple[CompiledStep, list[Any]]:
         """The compiled step for some arguments, and the tensors to call it with."""
         bound = self._parameters.bind(*args, **kwargs)
+        key: Hashable = None
         if self._input_signature is not None:
             step, signature, values = self._step, self._input_signature, list(bound.args)
-            key: Hashable = None
         else:
             bound.apply_defaults()
             call = _Call.of(bound, self._name)
             step, signature, values = call.of_tensors(self._step), list(call.specs), call.tensors
             key = call.key
+        replica = tf.distribute.get_replica_context()
+        if replica is not None:  # each replica has variables of its own
+            number = tf.get_static_value(replica.replica_id_in_sync_group)
+            key = (key, int(number))
         if key not in self._compiled:
             if tf.inside_function():
                 raise TraceError(
