@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from child import COUNTED, run
 
-from remat.memory import Arena, OutOfMemoryError
+from remat.memory import Arena, OutOfMemoryError, Pool
 
 
 def test_chunks_are_those_of_tensorflow() -> None:
@@ -66,3 +66,88 @@ def test_a_chunk_below_twice_the_request_is_handed_out_whole() -> None:
     arena.allocate(256)
     arena.free(first)
     assert arena.allocate(600 * 256).size == 1000 * 256
+
+
+def test_a_pool_that_ends_runs_out() -> None:
+    pool = Pool(held=(), limit=8 << 20, in_use=1 << 20, free=(1 << 20, 6 << 20))
+    arena = pool.arena()
+    arena.allocate(5 << 20)
+    with pytest.raises(OutOfMemoryError):
+        arena.allocate(5 << 20)
+
+
+def test_slots_keep_the_rest_in_one_piece() -> None:
+    """What is made and given up between steps does not cut the pool up."""
+    arena = Pool(held=(), arguments=(1 << 20,), limit=8 << 20, free=(8 << 20,)).arena()
+    batch = arena.allocate(1 << 20)
+    for _ in range(3):
+        large = arena.allocate(4 << 20)
+        following = arena.allocate(1 << 20)
+        arena.free(batch)
+        arena.free(large)
+        batch = following
+    assert arena.allocate(4 << 20).address == large.address
+
+
+def test_slots_are_where_the_model_says() -> None:
+    found = run(
+        """
+from remat import allocator
+held = [tf.zeros([size]) for size in (1000, 300_000, 50_000, 700_000)]
+del held[1], held[1]
+device = allocator.device_at_hand()
+block = allocator.claim(device, 64 << 20)
+sizes = [1 << 20, 3 << 20, 1 << 20]
+before = allocator.bytes_in_use(device)
+holes, walls = allocator.lay_slots(device, block, sizes)
+placed = [tf.raw_ops.Empty(shape=[n], dtype=tf.uint8, init=False) for n in sizes]
+answer(
+    holes=holes,
+    kept=allocator.bytes_in_use(device) - before - sum(sizes),
+    walls=256 * len(walls),
+    offsets=[allocator._address(tensor) - block.address for tensor in placed],
+    next=allocator._address(
+        tf.raw_ops.Empty(shape=[4 << 20], dtype=tf.uint8, init=False)) - block.address,
+)
+""",
+        COUNTED,
+    )
+    # The first hole is what the two freed tensors left, in the regions before the block.
+    assert max(found["holes"]) >= 4 * 300_000
+    assert found["kept"] == found["walls"] == 3 * 256
+    mebibyte = 1 << 20
+    assert sorted(found["offsets"]) == [0, mebibyte + 256, 4 * mebibyte + 512]
+    assert found["next"] == 5 * mebibyte + 768
+
+
+def test_the_predicted_peak_is_the_measured_one_at_a_hard_limit() -> None:
+    """Every chunk lies where the model says, or the limit would be hit."""
+    found = run(
+        """
+keras.utils.set_random_seed(0)
+inputs = x = keras.Input((96, 96, 3))
+for width in (16, 24, 16, 24):
+    x = keras.layers.Conv2D(width, 3, padding="same")(x)
+    x = keras.layers.ReLU()(keras.layers.BatchNormalization()(x))
+x = keras.layers.MaxPooling2D()(x)
+model = keras.Model(inputs, keras.layers.Dense(10)(keras.layers.GlobalAveragePooling2D()(x)))
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+specs = tf.TensorSpec((32, 96, 96, 3)), tf.TensorSpec((32,), tf.int32)
+step = remat.compile(model, loss, "adam", *specs, budget=160 << 20, profile={})
+peaks = []
+results = None
+for x, y in zip(batches(specs[0], 6), batches(specs[1], 6)):
+    x, y = tf.constant(x), tf.constant(y)
+    peaks.append(peak_of(lambda: globals().update(results=step(x, y))))
+schedule = step.plan.schedule
+answer(
+    predicted=step.plan.peak, peaks=peaks, plain=step.plain_peak,
+    recomputed=len(schedule) - len(set(schedule)),
+)
+""",
+        {**COUNTED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": "160"},
+    )
+    assert found["plain"] > 160 << 20
+    assert found["recomputed"] > 0
+    assert max(found["peaks"]) <= 160 << 20
+    assert max(found["peaks"]) == pytest.approx(found["predicted"], rel=0.03)
