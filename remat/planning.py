@@ -25,6 +25,7 @@ from .price import Prices, Profile, price
 from .program import Kind, Program, build
 from .solvers import Graph, InfeasibleBudgetError, Plan, PlanError, Result, Status, solve
 from .solvers import simulate as simulate_schedule
+from .solvers.budget import format_bytes
 from .solvers.schedule import ScheduleError
 from .solvers.solving import default_time_limit
 from .trace import Trace, trace
@@ -38,6 +39,7 @@ ROOMY = 4
 is left over is always more than twice what any operation asks for."""
 
 _TIGHT = 1.02  # a limit up to this share of the budget leaves the pool no room
+_SHOWN = 4  # kinds of operations that a summary names
 _ROUNDS = 12  # solves, at most, until the prediction fits
 _LEAST_STEP, _LARGEST_STEP = 0.01, 0.04  # shares by which the target is lowered
 
@@ -76,6 +78,15 @@ class StepPlan(Plan):
     """A plan that knows its graph, so that it can draw itself."""
 
     extracted: Graph | None = field(default=None, repr=False, compare=False)
+
+    def summary(self) -> str:
+        """The figures, and what is kept because it must not be computed again."""
+        once = sorted(self.details.get("once", {}).items(), key=lambda entry: -entry[1][1])
+        lines = [
+            f"  run once  {count} x {kind}: {format_bytes(held)} of results cannot be recomputed"
+            for kind, (count, held) in once[:_SHOWN]
+        ]
+        return "\n".join([super().summary(), *lines])
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draws memory over time: plain and planned, budget, recomputations.
@@ -342,12 +353,28 @@ def _carry_out(prepared: Prepared, plan: Plan, target: int, device: Device) -> P
         "plain_peak": prepared.plain.peak,
         "target": target,
         "device": prepared.prices.device,
+        "once": _run_once(program, prepared.extraction.threshold),
     }
     known = {key.name: getattr(plan, key.name) for key in fields(Plan)}
     stated = StepPlan(
         **{**known, "peak": usage.peak, "details": details}, extracted=prepared.extraction.graph
     )
     return Planned(stated, events, usage, target, needed)
+
+
+def _run_once(program: Program, threshold: int) -> dict[str, tuple[int, int]]:
+    """Operations with effects or bodies of their own that return something large.
+
+    Returns:
+      For each type, how many there are, and the bytes that they return.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for op in program.ops:
+        held = sum(size for size in op.bytes if size > threshold)
+        if op.kind is Kind.ONCE and held:
+            count, total = found.get(op.type, (0, 0))
+            found[op.type] = (count + 1, total + held)
+    return found
 
 
 def is_tight(device: Device, budget: int) -> bool:

@@ -319,6 +319,26 @@ answer(history=ours[0] == theirs[0], same=same(ours[1], theirs[1]), plans=ours[2
     assert found["count"] > 20
 
 
+def test_the_summary_says_what_runs_once() -> None:
+    found = run(
+        """
+class Python(keras.layers.Layer):
+    def call(self, x):
+        y = tf.py_function(lambda x: x, [x], x.dtype)
+        y.set_shape(x.shape)
+        return y
+
+model = keras.Sequential([keras.Input((256,)), Python(), keras.layers.Dense(256)])
+wrapped = remat.wrap(model, budget="64MiB", profile={}, check=False)
+wrapped.compile("sgd", "mse")
+wrapped.train_on_batch(np.ones((4096, 256), "float32"), np.ones((4096, 256), "float32"))
+answer(summary=wrapped.remat.plan.summary())
+""",
+        {},
+    )
+    assert "run once  1 x EagerPyFunc: 4.00 MiB of results cannot be recomputed" in found["summary"]
+
+
 def test_fit_stays_within_the_budget() -> None:
     found = run(
         """
