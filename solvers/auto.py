@@ -4,12 +4,13 @@ The last worker begins with the schedules of the checkpointing heuristics
 (``feng_huang``, ``chen_greedy``, ``griewank``): there is a plan within a
 moment, and on thousands of nodes a start that annealing alone would not reach.
 The first worker proves: the gap-cover bound (``gap_cover``), whose solution is
-the best start there is on training graphs of any size; then, unless the graph
-is large, the program over moments (``moments``), refined until the time is
-over.  Both suggest schedules on the way.  Otherwise workers anneal: the
-suggestions as they come, to make them fit, and in between from the given order
-and from the best so far.  ``solve`` stops the method once the best schedule
-meets the bound.  A single worker does one after the other.
+a good start on training graphs of any size; then, unless the graph is large,
+the program over moments (``moments``), whose solutions, even those above the
+budget, are the best starts there are: a cool annealing makes them fit.
+Otherwise workers anneal: the latest such suggestion, again and again with other
+seeds, and in between the best so far; where there is no suggestion, the given
+order.  ``solve`` stops the method once the best schedule meets the bound.  A
+single worker does one after the other.
 
 Complexity: it takes the time that it is given; see the parts.
 """
@@ -17,7 +18,6 @@ Complexity: it takes the time that it is given; see the parts.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
@@ -25,7 +25,7 @@ from .anneal import anneal_once
 from .best import check_options
 from .chen import chen_greedy
 from .feng_huang import feng_huang
-from .gap_cover import lower_bound
+from .gap_cover import REPAIR, lower_bound
 from .griewank import griewank
 from .method import Monitor, Outcome, Problem
 from .moments import refine
@@ -33,12 +33,14 @@ from .schedule import Schedule, simulate
 
 _HEURISTICS = (feng_huang, chen_greedy, griewank)
 
-# First temperatures: from the given order, the best so far, a suggestion.
-_COLD_START, _REHEAT, _REPAIR = 0.3, 0.1, 0.1
+# First temperatures: from the given order, the best so far, what the moments suggest
+# (closer to what fits than what the gap cover does: more heat would only undo it).
+_COLD_START, _REHEAT, _POLISH = 0.3, 0.1, 0.03
 _ROUND = 0.2  # share of the time limit that one annealing takes, at least
 _WHOLE = 10_000  # nodes of a graph on which one annealing takes all the time
 _EARLY = 0.15  # share of the time that each heuristic may take
 _SHARE = 0.4  # of the time for proofs, if it is one worker's only, or they promise little
+_HOPEFUL_SHARE = 0.85  # of the time for proofs otherwise
 _DENSE = 50_000  # edges beyond which a program takes longer to build than it is worth
 _LARGE = 2000  # nodes from which on neither refining nor a cold start pays
 
@@ -48,7 +50,7 @@ def auto(problem: Problem, monitor: Monitor) -> Outcome:
     check_options(problem)
     board = _Board(problem, monitor)
     if problem.start is not None:
-        board.offer(problem.start)
+        board.offer(problem.start, REPAIR)
     with ThreadPoolExecutor(problem.workers, "remat-auto") as pool:
         jobs = [pool.submit(_work, board, worker) for worker in range(problem.workers)]
         for job in jobs:
@@ -58,7 +60,6 @@ def auto(problem: Problem, monitor: Monitor) -> Outcome:
 
 def _work(board: _Board, worker: int) -> None:
     problem, monitor = board.problem, board.monitor
-    given = tuple(range(len(problem.graph)))
     if worker == problem.workers - 1:
         _begin(board)
     if worker == 0 and problem.minimize == "cost":
@@ -66,14 +67,7 @@ def _work(board: _Board, worker: int) -> None:
     for turn in count():
         if monitor.should_stop():
             return
-        seed = worker + turn * problem.workers
-        suggestion = board.take()
-        if suggestion is not None:
-            board.anneal(suggestion, seed, _REPAIR)
-        elif board.best is None or (turn % 2 == 0 and len(given) < _LARGE):
-            board.anneal(given, seed, _COLD_START)
-        else:
-            board.anneal(board.best, seed, _REHEAT)
+        board.anneal(turn, seed=worker + turn * problem.workers)
 
 
 def _begin(board: _Board) -> None:
@@ -83,7 +77,7 @@ def _begin(board: _Board) -> None:
         seconds = _EARLY * board.monitor.remaining()
         found = method(board.problem, board.monitor.part(seconds)).schedule
         if found is not None:
-            board.offer(found)
+            board.offer(found, REPAIR)
 
 
 def _prove(board: _Board) -> None:
@@ -95,13 +89,20 @@ def _prove(board: _Board) -> None:
     monitor.bounded(bound)
     # Where the gap cover proves nothing (random graphs), little more will be proven.
     hopeful = bound > problem.graph.cost * (1 + 1e-9)
-    until = began + (left if hopeful and problem.workers > 1 else _SHARE * left)
+    share = _HOPEFUL_SHARE if hopeful and problem.workers > 1 else _SHARE
+    until = began + share * left
     if start is not None:
-        board.offer(start)
+        board.offer(start, REPAIR)
     else:
         start = tuple(range(len(problem.graph)))
     if len(problem.graph) < _LARGE:
-        refine(problem, monitor, start, board.offer, until - monitor.elapsed())
+        refine(
+            problem,
+            monitor,
+            start,
+            lambda schedule: board.offer(schedule, _POLISH),
+            until - monitor.elapsed(),
+        )
 
 
 class _Board:
@@ -110,31 +111,33 @@ class _Board:
     def __init__(self, problem: Problem, monitor: Monitor) -> None:
         self.problem = problem
         self.monitor = monitor
-        self.best: Schedule | None = None
+        self._best: Schedule | None = None
         self._cost = float("inf")
-        self._suggestions: dict[Schedule, int] = {}  # with their peaks
+        # What to try every other time, and its first temperature; whether it is yet untried.
+        self._start: tuple[Schedule, float] = tuple(range(len(problem.graph))), _COLD_START
+        self._fresh = False
         share = max(_ROUND, len(problem.graph) / _WHOLE)
         self._round = max(0.3, share * monitor.remaining())
         self._lock = threading.Lock()
 
-    def offer(self, schedule: Schedule) -> None:
-        """Leaves a schedule, which may be above the budget."""
+    def offer(self, schedule: Schedule, hot: float) -> None:
+        """Leaves a schedule; if it is above the budget, to be annealed from a temperature."""
         self.monitor.found(schedule)
         truth = simulate(self.problem.graph, schedule)
         with self._lock:
             if truth.peak > self.problem.budget:
-                self._suggestions[schedule] = truth.peak
+                self._start, self._fresh = (schedule, hot), True
             elif truth.cost < self._cost:
-                self.best, self._cost = schedule, truth.cost
+                self._best, self._cost = schedule, truth.cost
 
-    def take(self) -> Schedule | None:
-        """The least peak of the schedules above the budget since the last time."""
-        with self._lock:
-            suggestions, self._suggestions = self._suggestions, {}
-        return min(suggestions, key=suggestions.__getitem__, default=None)
-
-    def anneal(self, start: Sequence[int], seed: int, hot: float) -> None:
+    def anneal(self, turn: int, seed: int) -> None:
         """One annealing; what it finds goes on the board."""
+        with self._lock:
+            start, hot = self._start
+            again = turn % 2 == 0 and len(self.problem.graph) < _LARGE
+            if not (self._fresh or again or self._best is None):
+                start, hot = self._best, _REHEAT
+            self._fresh = False
         found = anneal_once(self.problem, self.monitor, start, seed, hot, self._round)
         if found is not None:
-            self.offer(found)
+            self.offer(found, hot)

@@ -7,9 +7,9 @@ included) up to moment k + 1, the last one to the end.  The program asks what
 is held at each moment and what runs in each stage, and forgets most of the
 memory in between.  So it holds for every order, and its optimum is a lower
 bound; and where the schedule that it describes fits the budget in between as
-well, that schedule is optimal.  Where it does not, the worst moment is added
-(or, for a run that no moment can stand for, an inner constraint), and the
-program is solved again.  Training graphs need two to ten moments.
+well, that schedule is optimal.  Where it does not, the worst moments are added,
+one or two (or, for a run that no moment can stand for, an inner constraint),
+and the program is solved again.  Training graphs need two to ten moments.
 
 Variables (binary):
   R[i, k]   node i runs in stage k;
@@ -59,7 +59,8 @@ from .mip import Builder, Formulation, solve_mip
 from .runner import Runner
 from .schedule import Schedule, simulate
 
-_GAPS = (1e-3, 1e-4, 0.0)  # relative gaps to solve to: coarse until the schedule fits
+# Gaps to solve to, relative to the whole cost: coarse until the schedule fits.
+_GAPS = (3e-4, 1e-4, 0.0)
 _MOST = 40  # moments
 
 
@@ -108,18 +109,18 @@ def refine(
     _, needed = first_run_bytes(graph, order)
     moments: list[int] = []
     inner: list[int] = []
-    level, bound = 0, 100.0
+    level = 0
     while monitor.elapsed() < until and not monitor.should_stop() and len(moments) < _MOST:
-        moment, node = _refinement(graph, order, needed, start, budget, moments, inner)
-        if moment is not None:
-            moments = sorted([*moments, moment])
+        new, node = _refinement(graph, order, needed, start, budget, moments, inner)
+        if new:
+            moments = sorted([*moments, *new])
         elif node is not None:
             inner.append(node)
         else:  # only the proof is left
             level += 1
             if level == len(_GAPS):
                 return
-        program = formulate(graph, order, budget, moments, inner, bound)
+        program = formulate(graph, order, budget, moments, inner)
         solution = solve_mip(
             program.formulation,
             time_limit=min(monitor.remaining(), until - monitor.elapsed()),
@@ -127,8 +128,7 @@ def refine(
             relative_gap=_GAPS[level],
             should_stop=monitor.should_stop,
         )
-        bound = max(bound, solution.bound)
-        monitor.bounded(graph.cost * bound / 100)
+        monitor.bounded(graph.cost * solution.bound / 100)
         if solution.values is None:
             return
         start = decode(graph, program, solution.values)
@@ -141,7 +141,6 @@ def formulate(
     budget: int,
     moments: Sequence[int],
     inner: Sequence[int] = (),
-    bound: float = 0.0,
 ) -> Stages:
     """Builds the program.
 
@@ -151,7 +150,6 @@ def formulate(
       budget: bytes that the peak may reach.
       moments: nodes, each an ancestor of the next.
       inner: nodes whose runs get constraint (8).
-      bound: percent that are known to be a lower bound.
     """
     count, end = len(graph), len(moments)
     first, last = _first_stages(order, moments, count)
@@ -236,14 +234,6 @@ def formulate(
                 [(needed / size, runs[j, k]), *((b / size, c) for b, c in terms)],
                 upper=room / size,
             )  # (8)
-    if bound > 0:
-        costs = [
-            (graph.nodes[i].cost * scale, column)
-            for i, row in enumerate(runs.tolist())
-            for column in row
-            if column >= 0
-        ]
-        builder.constraint(costs, lower=bound - 1e-6)
     return Stages(builder.build(), runs, held)
 
 
@@ -318,17 +308,17 @@ def _refinement(
     budget: int,
     moments: Sequence[int],
     inner: Sequence[int],
-) -> tuple[int | None, int | None]:
+) -> tuple[list[int], int | None]:
     """Where to look at memory next, given a schedule that is above the budget.
 
     Goes through the stretches of the schedule that are above the budget, the
     worst first.
 
     Returns:
-      A node that may become a moment, of those that first run in the first such
-      stretch or next, if possible one that needs more than the budget in every
-      order; or None, and a node that may get constraint (8).  Both are None if
-      nothing is left.
+      Nodes that may become moments, at most as many as there are moments and
+      at most two, each of those that first run in such a stretch or next, if
+      possible one that needs more than the budget in every order; or none, and
+      a node that may get constraint (8).  It is None if nothing is left.
     """
     comparable = (1 << len(graph)) - 1
     for moment in moments:
@@ -340,8 +330,9 @@ def _refinement(
         first_run[event] = index not in seen
         seen.add(index)
     done = [held <= budget for held in memory]
+    new: list[int] = []
     for worst in sorted(range(len(schedule)), key=memory.__getitem__, reverse=True):
-        if memory[worst] <= budget:
+        if memory[worst] <= budget or len(new) == min(2, max(1, len(moments))):
             break
         if done[worst]:
             continue
@@ -358,12 +349,14 @@ def _refinement(
                 break
             if first_run[event] and comparable >> index & 1:
                 candidates.append((bool(needed[index] > budget), memory[event], index))
-        if candidates and moments:
-            # In the middle, where it splits what is computed again most evenly.
-            needy = [entry for entry in candidates if entry[0] == max(candidates)[0]]
-            return needy[len(needy) // 2][-1], None
         if candidates:
-            return max(candidates)[-1], None
-        if schedule[worst] not in inner:
-            return None, schedule[worst]
-    return None, None
+            best = max(candidates)
+            if moments:  # in the middle, where it splits what is computed again most evenly
+                needy = [entry for entry in candidates if entry[0] == best[0]]
+                best = needy[len(needy) // 2]
+            moment = best[-1]
+            comparable &= order.ancestors[moment] | order.descendants[moment]
+            new.append(moment)
+        elif not new and schedule[worst] not in inner:
+            return [], schedule[worst]
+    return new, None
