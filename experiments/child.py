@@ -47,15 +47,16 @@ class Training:
         self.loss = case.loss()
         self.optimizer = case.optimizer()
         self.optimizer.build(self.model.trainable_variables)
+        self.model.compile(optimizer=self.optimizer, loss=self.loss, jit_compile=False)
 
     def plain_step(self) -> StepFunction:
-        """The training step as a user of TensorFlow writes it."""
+        """The training step that ``Model.fit`` runs, returning what remat's returns."""
 
         @tf.function(jit_compile=False)
         def step(inputs: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             with tf.GradientTape() as tape:
                 predictions = self.model(inputs, training=True)
-                loss = tf.add_n([self.loss(labels, predictions), *self.model.losses])
+                loss = self.model.compute_loss(x=inputs, y=labels, y_pred=predictions)
             weights = self.model.trainable_variables
             self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
             return predictions, loss

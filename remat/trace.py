@@ -89,18 +89,22 @@ def trace(
 
     graph_def = source.as_graph_def(add_shapes=True)
     nodes = {node.name: node for node in graph_def.node}
+    values = [*arguments]
     for external, placeholder in captured:
-        _describe_variable(nodes[placeholder.op.name], external)
-    for tensor in arguments:
-        _describe_argument(graph_def, nodes[tensor.op.name])
+        if external.dtype in (tf.resource, tf.variant):
+            _describe_variable(nodes[placeholder.op.name], external)
+        else:
+            values.append(placeholder)
+    for tensor in values:
+        _describe_value(graph_def, nodes[tensor.op.name])
     keep = [tensor.op.name for tensor in source.inputs]
     outputs = [tensor.name for tensor in source.outputs]
     targets = [op.name for op in source.control_outputs]
     optimised = _grappler(graph_def, [*keep, *outputs, *targets])
-    inputs = {tensor.op.name for tensor in arguments}
+    described = {tensor.op.name for tensor in values}
     for node in optimised.node:
-        if node.name in inputs:
-            _restore_argument(node)
+        if node.name in described:
+            _restore_value(node)
         elif node.op in _UNINFERABLE and node.name in nodes:
             node.attr[_SHAPES].CopyFrom(nodes[node.name].attr[_SHAPES])
     _bypass_loops(optimised)
@@ -138,8 +142,9 @@ def _describe_variable(node: Any, external: tf.Tensor) -> None:
     node.attr["shared_name"].s = node.name.encode()
 
 
-def _describe_argument(graph_def: graph_pb2.GraphDef, node: node_def_pb2.NodeDef) -> None:
-    """Turns an argument's placeholder into the read of a variable of its shape.
+def _describe_value(graph_def: graph_pb2.GraphDef, node: node_def_pb2.NodeDef) -> None:
+    """Turns the placeholder of an argument, or of a tensor that the step captured,
+    into the read of a variable of its shape.
 
     Grappler forgets the shapes of placeholders, because they can be fed; in
     the runtime it knows those of a function's arguments.
@@ -156,7 +161,7 @@ def _describe_argument(graph_def: graph_pb2.GraphDef, node: node_def_pb2.NodeDef
     node.attr[_SHAPE].shape.CopyFrom(handle.attr["shape"].shape)
 
 
-def _restore_argument(node: node_def_pb2.NodeDef) -> None:
+def _restore_value(node: node_def_pb2.NodeDef) -> None:
     dtype, shape = node.attr["dtype"].type, node.attr[_SHAPE].shape
     restored = node_def_pb2.NodeDef(name=node.name, op="Placeholder", device=node.device)
     restored.attr["dtype"].type = dtype
