@@ -40,7 +40,8 @@ is left over is always more than twice what any operation asks for."""
 
 _TIGHT = 1.02  # a limit up to this share of the budget leaves the pool no room
 _SHOWN = 4  # kinds of operations that a summary names
-_ROUNDS = 12  # solves, at most, until the prediction fits
+_ROUNDS = 16  # solves, at most, until the prediction fits
+_PATIENCE = 8  # of them with small steps
 _LEAST_STEP, _LARGEST_STEP = 0.01, 0.04  # shares by which the target is lowered
 
 
@@ -279,7 +280,7 @@ def make_plan(
         bound = result.lower_bound if number == 0 else bound
         if result.schedule is None:
             if planned is None:
-                raise _infeasible(prepared, result, budget, budget / target)
+                raise _infeasible(prepared, result, budget, result.least_budget * budget / target)
             target = planned.target  # that was too low; try others like the last one
             continue
         start = result.schedule
@@ -292,9 +293,10 @@ def make_plan(
         # How memory is chopped up differs from one schedule to the next, and
         # less memory in use leaves more ways to fit: aim lower, step by step.
         step = min(_LARGEST_STEP, max(_LEAST_STEP, (planned.needed / ceiling - 1) / 3))
+        step = step if number < _PATIENCE else _LARGEST_STEP
         target = int(min(target, result.peak or target) * (1 - step))
     assert planned is not None
-    raise _infeasible(prepared, result, budget, planned.needed / ceiling)
+    raise _infeasible(prepared, result, budget, planned.needed * budget / ceiling)
 
 
 def load_plan(prepared: Prepared, plan: Plan, *, device: Device) -> Planned:
@@ -383,12 +385,12 @@ def is_tight(device: Device, budget: int) -> bool:
 
 
 def _infeasible(
-    prepared: Prepared, result: Result, budget: int, excess: float
+    prepared: Prepared, result: Result, budget: int, least_budget: float
 ) -> InfeasibleBudgetError:
     graph = prepared.extraction.graph
     return InfeasibleBudgetError(
         budget,
         result.floor,
         tuple(graph.nodes[index].name for index in result.floor_nodes),
-        int(result.least_budget * excess),
+        int(least_budget),
     )
