@@ -1,8 +1,10 @@
 """How good the schedules are: every method, side by side, on any graph files.
 
-    python -m experiments.solver_quality GRAPH.json...            methods x budgets
-    python -m experiments.solver_quality --ratios GRAPH.json...   Checkmate's Table 2
-    python -m experiments.solver_quality --scale                  100 to 10,000 nodes
+    python -m experiments.solver_quality GRAPH...            methods x budgets
+    python -m experiments.solver_quality --ratios GRAPH...   Checkmate's Table 2
+    python -m experiments.solver_quality --scale             100 to 10,000 nodes
+
+A graph is a file, or a name that ``experiments.graphs`` knows: ``segnet-8``.
 
 Each cell (graph, budget, solver, seed) is written to its own file once it is
 done, so a run that was killed goes on where it stopped; delete the folder to
@@ -38,7 +40,7 @@ from remat.solvers.floor import memory_floor
 from remat.solvers.graph import write_json
 from remat.solvers.solving import METHODS, available_processors
 
-from .graphs import training_graph
+from .graphs import generate
 
 _BUDGETS = ("90%", "80%", "70%")
 _SOLVERS = tuple(METHODS)
@@ -118,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("graphs", nargs="*", metavar="GRAPH.json")
+    parser.add_argument("graphs", nargs="*", metavar="GRAPH", help="GRAPH.json, or KIND-SIZE")
     parser.add_argument("--ratios", action="store_true", help="Checkmate's Table 2")
     parser.add_argument("--scale", action="store_true", help="growth with the size of the graph")
     parser.add_argument(
@@ -143,7 +145,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _scale(asked)
         return
     if not asked.graphs:
-        parser.error("name at least one graph file, or use --scale")
+        parser.error("name at least one graph, or use --scale")
+    try:
+        asked.graphs = [_file(name, asked.out) for name in asked.graphs]
+    except ValueError as error:
+        parser.error(str(error))
     if asked.ratios:
         _ratios(asked)
     else:
@@ -166,6 +172,15 @@ def machine() -> dict[str, str | int]:
         "cores": available_processors(),
         "versions": ", ".join(versions),
     }
+
+
+def _file(graph: str, folder: Path) -> str:
+    """The file of a graph: a named one is generated."""
+    if graph.endswith(".json"):
+        return graph
+    path = folder / f"{graph}.json"
+    save_graph(generate(graph), path)
+    return str(path)
 
 
 def _table(asked: argparse.Namespace) -> None:
@@ -240,11 +255,7 @@ def _best_overhead(cells: Iterable[Cell], budget: int) -> float:
 def _scale(asked: argparse.Namespace) -> None:
     """How cost and time grow with the size of the graph."""
     solvers = asked.solvers or _SCALE_SOLVERS
-    paths = []
-    for size in asked.sizes:
-        path = asked.out / f"training-{size}.json"
-        save_graph(training_graph(size), path)
-        paths.append(str(path))
+    paths = [_file(f"training-{size}", asked.out) for size in asked.sizes]
     budgets = asked.budgets or (_SCALE_BUDGET,)
     rows = summarise(_cells(asked, paths, budgets, solvers, 1, asked.time_limit))
     _save(rows, asked.out / "scale.csv")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.graphs import generate
 from remat.solvers import load_graph, simulate, solve
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +31,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 @pytest.fixture
 def graph(tmp_path: Path) -> Path:
     path = tmp_path / "graph.json"
-    run("graphs", "training", 60, "-o", path)
+    run("graphs", "training-60", "-o", path)
     return path
 
 
@@ -76,9 +77,36 @@ def test_growth_is_plotted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["training", "layered"])
 def test_generated_graphs(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "graph.json"
-    run("graphs", kind, 200, "--seed", 3, "-o", path)
+    run("graphs", f"{kind}-200", "--seed", 3, "-o", path)
     graph = load_graph(path)
     assert 196 <= len(graph) <= 200
     assert graph.resident < 0.2 * simulate(graph, range(len(graph))).peak
     if kind == "training":
         assert solve(graph, 0.5, solver="feng_huang").schedule is not None
+
+
+@pytest.mark.parametrize("network", ["vgg19", "mobilenet", "segnet"])
+def test_published_networks_grow_with_the_batch(network: str) -> None:
+    one, two = generate(f"{network}-1"), generate(f"{network}-2")
+    assert one.edges == two.edges
+    assert one.resident == two.resident > 0
+    assert [2 * node.bytes for node in one.nodes] == [node.bytes for node in two.nodes]
+    assert one.cost < two.cost <= 2 * one.cost * (1 + 1e-9)
+    backward = sum(node.cost for node in two.nodes if node.backward)
+    assert backward > 1.5 * (two.cost - backward)  # two multiplications for each of the forward's
+
+
+def test_weights_of_published_networks() -> None:
+    # With the normalizations; four floats of 4 bytes to each.
+    assert generate("vgg19-1").resident / 16e6 == pytest.approx(143.7, rel=0.01)
+    assert generate("mobilenet-1").resident / 16e6 == pytest.approx(4.25, rel=0.01)
+    assert generate("segnet-1").resident / 16e6 == pytest.approx(29.5, rel=0.01)
+
+
+def test_graphs_by_name(tmp_path: Path) -> None:
+    arguments = ["--out", tmp_path, "--budgets", "90%", "--solvers", "griewank"]
+    run("solver_quality", "mobilenet-2", *arguments)
+    (row,) = rows(tmp_path / "table.csv")
+    assert (row["graph"], row["found"]) == ("mobilenet-2", "1")
+    with pytest.raises(ValueError, match=r"no graph 'alexnet-1'.*vgg19"):
+        generate("alexnet-1")
