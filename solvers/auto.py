@@ -12,7 +12,8 @@ seeds, and in between the best so far; where there is no suggestion, the given
 order.  ``solve`` stops the method once the best schedule meets the bound.  A
 single worker does one after the other.
 
-Complexity: it takes the time that it is given; see the parts.
+The parts cite their papers.  Complexity: it takes the time that it is given;
+see the parts.
 """
 
 from __future__ import annotations

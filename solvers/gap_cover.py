@@ -27,6 +27,9 @@ in which gap, which is a good start for annealing once each dropped value is
 computed again just before the gap's end.  That usually overflows the budget;
 annealing repairs it.
 
+This package's own; after the retention intervals of Moccasin (Bartan et al.,
+ICML 2023), where a value is likewise held or computed again between its uses.
+
 O(nodes^2) coefficients; of large graphs only the most demanding moments are
 used, and the bound is as valid with any of them.
 

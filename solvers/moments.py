@@ -36,7 +36,12 @@ Minimise the cost of all R, subject to
       the output is left out if it may take over the buffer of an input.
 Nothing is run or held after the last stage in which a run could read it.
 
-O(K (nodes + edges)) variables and rows.
+The stages are those of Checkmate (Jain et al., MLSys 2020), a few instead of
+one for each node, and in no fixed order; that, and the refinement, are this
+package's own.
+
+O(K (nodes + edges)) variables and rows, with (8) O(nodes) more for each stage
+and O(nodes) coefficients for each inner node and stage.
 
 Options:
   backend: "highs" (default: it proves these programs several times as fast as
