@@ -96,7 +96,7 @@ def trace(
         else:
             values.append(placeholder)
     for tensor in values:
-        _describe_value(graph_def, nodes[tensor.op.name])
+        _describe_value(graph_def, nodes[tensor.op.name], tensor.shape)
     keep = [tensor.op.name for tensor in source.inputs]
     outputs = [tensor.name for tensor in source.outputs]
     targets = [op.name for op in source.control_outputs]
@@ -142,17 +142,19 @@ def _describe_variable(node: Any, external: tf.Tensor) -> None:
     node.attr["shared_name"].s = node.name.encode()
 
 
-def _describe_value(graph_def: graph_pb2.GraphDef, node: node_def_pb2.NodeDef) -> None:
+def _describe_value(
+    graph_def: graph_pb2.GraphDef, node: node_def_pb2.NodeDef, shape: tf.TensorShape
+) -> None:
     """Turns the placeholder of an argument, or of a tensor that the step captured,
     into the read of a variable of its shape.
 
     Grappler forgets the shapes of placeholders, because they can be fed; in
     the runtime it knows those of a function's arguments.
     """
-    dtype, shape = node.attr["dtype"].type, node.attr["shape"].shape
+    dtype = node.attr["dtype"].type
     handle = graph_def.node.add(name=f"{node.name}{_HANDLE}", op="VarHandleOp")
     handle.attr["dtype"].type = dtype
-    handle.attr["shape"].shape.CopyFrom(shape)
+    handle.attr["shape"].shape.CopyFrom(shape.as_proto())
     handle.attr["shared_name"].s = handle.name.encode()
     node.op = "ReadVariableOp"
     node.input.append(handle.name)

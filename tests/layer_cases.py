@@ -172,6 +172,27 @@ def attention() -> keras.Model:
     return keras.Model(inputs, layers.Dense(4)(layers.GlobalAveragePooling1D()(x)))
 
 
+class Positions(layers.Layer):
+    """Reads a table at places that are a tensor made outside of the step."""
+
+    def build(self, shape: tuple[int, ...]) -> None:
+        self.places = tf.constant(np.arange(shape[1]))
+        self.table = self.add_weight(shape=shape[1:])
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return x + tf.gather(self.table, self.places)
+
+
+def captured() -> keras.Model:
+    """What Grappler does to the sums in the normalization depends on the shapes."""
+    x = inputs = keras.Input((24, 32))
+    x = Positions()(x)
+    for _ in range(4):
+        y = layers.Dense(32)(layers.Dense(64, activation="gelu")(layers.LayerNormalization()(x)))
+        x = layers.LayerNormalization()(x + y)
+    return keras.Model(inputs, layers.Dense(4)(layers.GlobalAveragePooling1D()(x)))
+
+
 def stochastic_depth() -> keras.Model:
     """As EfficientNet drops its blocks."""
     x = inputs = keras.Input((16, 16, 8))
@@ -389,6 +410,7 @@ CASES = {
         inputs=(12,), tokens=50,
     ),
     "attention": Case(attention, inputs=(24, 32)),
+    "a captured tensor": Case(captured, inputs=(24, 32)),
     "convolutions": Case(
         stack(
             lambda: layers.Conv2DTranspose(8, 3, strides=2, padding="same"),
