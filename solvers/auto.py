@@ -38,6 +38,7 @@ _HEURISTICS = (feng_huang, chen_greedy, griewank)
 # (closer to what fits than what the gap cover does: more heat would only undo it).
 _COLD_START, _REHEAT, _POLISH = 0.3, 0.1, 0.03
 _ROUND = 0.2  # share of the time limit that one annealing takes, at least
+_SHORT = 0.04  # the same once there is something to polish: more seeds find more than more moves
 _WHOLE = 10_000  # nodes of a graph on which one annealing takes all the time
 _EARLY = 0.15  # share of the time that each heuristic may take
 _SHARE = 0.4  # of the time for proofs, if it is one worker's only, or they promise little
@@ -119,6 +120,7 @@ class _Board:
         self._fresh = False
         share = max(_ROUND, len(problem.graph) / _WHOLE)
         self._round = max(0.3, share * monitor.remaining())
+        self._short = _SHORT * monitor.remaining()
         self._lock = threading.Lock()
 
     def offer(self, schedule: Schedule, hot: float) -> None:
@@ -139,6 +141,7 @@ class _Board:
             if not (self._fresh or again or self._best is None):
                 start, hot = self._best, _REHEAT
             self._fresh = False
-        found = anneal_once(self.problem, self.monitor, start, seed, hot, self._round)
+            seconds = self._short if self._start[1] == _POLISH else self._round
+        found = anneal_once(self.problem, self.monitor, start, seed, hot, seconds)
         if found is not None:
             self.offer(found, hot)
