@@ -113,21 +113,22 @@ def claim(device: Device, count: int) -> Block | None:
 def lay_slots(
     device: Device, block: Block, sizes: Sequence[int]
 ) -> tuple[tuple[int, ...], list[tf.Tensor]]:
-    """Leaves a free chunk of each size at the start of a block.
+    """Leaves a free chunk of each size at the start of the largest one.
 
     ``memory.Arena.lay_slots`` says what for.
 
     Args:
       device: whose allocator.
-      block: the largest free chunk.
+      block: what is claimed.
       sizes: of the slots.
 
     Returns:
-      The sizes of the free chunks outside of the block, and what walls the
-      slots off, as long as it is kept.
+      The sizes of the free chunks before that, the largest last, and what
+      walls the slots off, as long as it is kept.
     """
     # Holes are found by taking them: an allocation goes to the smallest chunk
     # that can hold it, and takes all of it below twice the request.
+    before = bytes_in_use(device)
     holes = []
     size = 1 << (block.bytes // 2).bit_length() - 1
     while size >= _ALIGNMENT:
@@ -137,6 +138,17 @@ def lay_slots(
         else:
             holes.append((tensor, chunk))
         del tensor
+    largest = block.bytes
+    if device.limit is not None:
+        # Variables may have left a hole that is larger than what was to be claimed.
+        rest = device.limit - before - block.bytes - sum(chunk for _, chunk in holes)
+        if rest > block.bytes:
+            try:
+                tensor, largest = _chunk(device, rest - rest // 64)
+                holes.append(_chunk(device, block.bytes))
+                del tensor
+            except tf.errors.ResourceExhaustedError:
+                pass  # several holes: they are used, and not counted on
     slots: list[tf.Tensor] = []
     walls: list[tf.Tensor] = []
     try:
@@ -145,7 +157,7 @@ def lay_slots(
             walls.append(_chunk(device, 1)[0])
     except tf.errors.ResourceExhaustedError:
         walls = []  # hopelessly small; planning will say so
-    return tuple(chunk for _, chunk in holes), walls
+    return (*(chunk for _, chunk in holes), largest), walls
 
 
 def _chunk(device: Device, count: int) -> tuple[tf.Tensor, int]:

@@ -127,8 +127,8 @@ class CompiledStep:
             self.budget, self.budget_source = self._resolve_budget(self.prepared.plain.peak)
             if block is not None:
                 in_use = allocator.bytes_in_use(self.device)
-                holes, self._walls = allocator.lay_slots(self.device, block, pool.slots)
-                pool = replace(pool, in_use=in_use, free=(*holes, block.bytes))
+                free, self._walls = allocator.lay_slots(self.device, block, pool.slots)
+                pool = replace(pool, in_use=in_use, free=free)
                 self.prepared = replace(self.prepared, pool=pool)
             with self._timed("solve"):
                 if options.plan is not None:

@@ -99,7 +99,7 @@ device = allocator.device_at_hand()
 block = allocator.claim(device, 64 << 20)
 sizes = [1 << 20, 3 << 20, 1 << 20]
 before = allocator.bytes_in_use(device)
-holes, walls = allocator.lay_slots(device, block, sizes)
+(*holes, largest), walls = allocator.lay_slots(device, block, sizes)
 placed = [tf.raw_ops.Empty(shape=[n], dtype=tf.uint8, init=False) for n in sizes]
 answer(
     holes=holes,
