@@ -26,7 +26,7 @@ test: $(VENV)/installed-test
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy -p remat -p experiments
 	$(RUN) -m pytest $(WITHOUT_TENSORFLOW)
-	$(RUN) -m pytest $(WITHOUT_TENSORFLOW:%=--ignore=%) -m "not long"
+	$(RUN) -m pytest $(WITHOUT_TENSORFLOW:%=--ignore=%)
 
 experiments: $(VENV)/installed
 	$(RUN) -m experiments.measured_step --models UNet --budgets 0.5 --repeats 1
