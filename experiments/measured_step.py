@@ -30,11 +30,9 @@ on for every process.
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import importlib.metadata
 import json
-import os
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,7 +44,7 @@ from remat.solvers.graph import write_json
 
 from .models import CASES, LARGE, TRAINED
 from .process import Task, run
-from .solver_quality import machine
+from .tables import machine, write_csv
 
 _MIB = 2**20
 _BUDGETS = ("0.7", "0.5", "0.35", "least")
@@ -431,14 +429,7 @@ def _today() -> str:
 
 
 def _save(rows: Sequence[Row], path: Path) -> None:
-    """Writes the rows; the old file stays whole until the new one is."""
-    lines = [{**asdict(row), **_machine()} for row in rows]
-    temporary = path.with_suffix(".tmp")
-    with open(temporary, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, lines[0])
-        writer.writeheader()
-        writer.writerows(lines)
-    os.replace(temporary, path)
+    write_csv([{**asdict(row), **_machine()} for row in rows], path)
 
 
 if __name__ == "__main__":

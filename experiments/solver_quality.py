@@ -17,19 +17,15 @@ process of its own; the other methods through ``remat.solvers.solve``.
 from __future__ import annotations
 
 import argparse
-import csv
-import importlib.metadata
 import json
 import math
-import os
-import platform
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,9 +34,10 @@ from remat.solvers import Graph, Status, load_graph, save_graph, simulate, solve
 from remat.solvers.budget import format_bytes, parse_budget
 from remat.solvers.floor import memory_floor
 from remat.solvers.graph import write_json
-from remat.solvers.solving import METHODS, available_processors
+from remat.solvers.solving import METHODS
 
 from .graphs import generate
+from .tables import machine, write_csv
 
 _BUDGETS = ("90%", "80%", "70%")
 _SOLVERS = tuple(METHODS)
@@ -156,24 +153,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _table(asked)
 
 
-def machine() -> dict[str, str | int]:
-    """What the figures depend on: processor, cores and versions."""
-    names = ("remat-tf", "numpy", "scipy", "numba", "cylp", "ortools")
-    versions = [f"Python {platform.python_version()}"]
-    for name in names:
-        try:
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            versions.append(f"no {name}")
-    info = Path("/proc/cpuinfo")
-    models = re.findall(r"model name\s*:\s*(.*)", info.read_text()) if info.exists() else []
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "cores": available_processors(),
-        "versions": ", ".join(versions),
-    }
-
-
 def _file(graph: str, folder: Path) -> str:
     """The file of a graph: a named one is generated."""
     if graph.endswith(".json"):
@@ -236,7 +215,7 @@ def _ratios(asked: argparse.Namespace) -> None:
         for known, published in _PUBLISHED_RATIOS.items():
             if graph.startswith(known):
                 print(f"{'  published':16}" + "".join(f"{_ratio(r)}    " for r in published))
-    _write_csv(lines, asked.out / "ratios.csv")
+    write_csv(lines, asked.out / "ratios.csv")
     wanted = f"the {_RATIO_BUDGETS} budgets evenly from the floor to the peak"
     if asked.budgets:
         wanted = f"the budgets {', '.join(asked.budgets)}"
@@ -440,17 +419,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _save(rows: Sequence[Row], path: Path) -> None:
-    _write_csv([{**asdict(row), **machine()} for row in rows], path)
-
-
-def _write_csv(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Writes a table; the old file stays whole until the new one is."""
-    temporary = path.with_suffix(".tmp")
-    with open(temporary, "w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, lines[0])
-        table.writeheader()
-        table.writerows(lines)
-    os.replace(temporary, path)
+    write_csv([{**asdict(row), **machine()} for row in rows], path)
 
 
 if __name__ == "__main__":

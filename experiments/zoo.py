@@ -16,9 +16,7 @@ bit.  Results that are there are not measured again.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +25,7 @@ from typing import Any
 from remat.solvers.graph import write_json
 
 from .process import Task, run
+from .tables import write_csv
 
 MODELS = (
     "ConvNeXtTiny ConvNeXtSmall ConvNeXtBase ConvNeXtLarge ConvNeXtXLarge "
@@ -98,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     for model in asked.models:
         rows += _rows(model, asked.others, asked.out)
-        _save(rows, asked.out / "table.csv")
+        write_csv([asdict(row) for row in rows], asked.out / "table.csv")
         print(table(rows[-2 - len(asked.others) :]), flush=True)
     ours = [row for row in rows if row.way == "budgeted"]
     wrong = sum(row.exact is False for row in ours)
@@ -183,16 +182,6 @@ def table(rows: Sequence[Row]) -> str:
 
 def _in(value: float | None, unit: float, width: int) -> str:
     return f"{'-':>{width}}" if value is None else f"{value / unit:{width}.1f}"
-
-
-def _save(rows: Sequence[Row], path: Path) -> None:
-    """Writes the rows; the old file stays whole until the new one is."""
-    temporary = path.with_suffix(".tmp")
-    with open(temporary, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(asdict(rows[0])))
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-    os.replace(temporary, path)
 
 
 if __name__ == "__main__":

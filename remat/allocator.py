@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import psutil
 import tensorflow as tf
 
+from .memory import ALIGNMENT
+
 _SMALLEST_CLAIM = 1 << 20  # bytes
-_ALIGNMENT = 256  # bytes; every chunk is a multiple
 _GPU_SHARE = 0.92  # of a GPU's memory that TensorFlow takes at most, by default
 
 
@@ -131,7 +132,7 @@ def lay_slots(
     before = bytes_in_use(device)
     holes = []
     size = 1 << (block.bytes // 2).bit_length() - 1
-    while size >= _ALIGNMENT:
+    while size >= ALIGNMENT:
         tensor, chunk = _chunk(device, size)
         if block.holds(tensor):
             size //= 2
@@ -162,7 +163,7 @@ def lay_slots(
 
 def _chunk(device: Device, count: int) -> tuple[tf.Tensor, int]:
     """A tensor of ``count`` bytes or a little more, and the size of its chunk."""
-    shape = tf.constant([-(-count // _ALIGNMENT), _ALIGNMENT])
+    shape = tf.constant([-(-count // ALIGNMENT), ALIGNMENT])
     before = bytes_in_use(device)
     with tf.device(device.name):
         tensor = tf.raw_ops.Empty(shape=shape, dtype=tf.uint8, init=False)

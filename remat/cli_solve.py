@@ -220,9 +220,9 @@ def _show(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         if graph is None:
             raise ValueError("--plot needs the graph: remat show PLAN.json GRAPH.json --plot FILE")
-        from .plot import plot_memory
+        from .plots import plot_plan
 
-        plot_memory(plan, graph, arguments.plot)
+        plot_plan(plan, graph, arguments.plot)
     return DONE
 
 

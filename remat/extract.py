@@ -511,11 +511,12 @@ def expand(extraction: Extraction, schedule: Sequence[int]) -> tuple[Event, ...]
     would copy it otherwise, and the copy, somewhere in the middle of the pool,
     would stay there for good.
     """
-    return _Expander(extraction, schedule).run(schedule)
+    return _Expander(extraction, schedule).run()
 
 
 class _Expander:
     def __init__(self, extraction: Extraction, schedule: Sequence[int]) -> None:
+        self.schedule = schedule
         self.program = extraction.program
         self.groups = extraction.groups
         self.small = extraction.small
@@ -534,11 +535,11 @@ class _Expander:
         # Runs of nodes that still come before a read variable is overwritten.
         self.reads_left: dict[int, int] = {}
         self.overwrites: dict[int, list[int]] = {}
-        self._wait_for_readers(schedule)
+        self._wait_for_readers()
 
-    def _wait_for_readers(self, schedule: Sequence[int]) -> None:
+    def _wait_for_readers(self) -> None:
         ops = self.program.ops
-        runs = Counter(index for node in schedule for index in self.groups[node])
+        runs = Counter(index for node in self.schedule for index in self.groups[node])
         leads_to_node = [False] * len(ops)
         for index in range(len(ops) - 1, -1, -1):
             leads_to_node[index] = any(
@@ -557,7 +558,7 @@ class _Expander:
                     self.overwrites.setdefault(read, []).append(index)
                     self.waiting[index] += 1
 
-    def run(self, schedule: Sequence[int]) -> tuple[Event, ...]:
+    def run(self) -> tuple[Event, ...]:
         free = [index for index, count in enumerate(self.waiting) if not count]
         for index in free:
             if self.program.ops[index].kind is Kind.ARGUMENT:
@@ -565,7 +566,7 @@ class _Expander:
             else:
                 self._available(index)
         self._run_small()
-        for node in schedule:
+        for node in self.schedule:
             for index in self.groups[node]:
                 self._emit(index)
                 self._run_small()  # one of the same node may need it

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from .program import KEPT_SCRATCH, SCRATCH_FIRST, Kind, Program, Tensor
 
-_ALIGNMENT = 256  # bytes; every request is rounded up to a multiple
+ALIGNMENT = 256  # bytes; every request is rounded up to a multiple
 _BINS = 21
 _SPLIT_WASTE = 128 << 20  # bytes; a larger remainder is always split off
 _ENDLESS = 1 << 50  # bytes
@@ -100,7 +100,7 @@ class Arena:
 
     def __init__(self, limit: int | None = None, growth: bool = True, held: int = 0) -> None:
         self.limit = limit
-        self.in_use = self.peak = self.reserved = self.footprint = held
+        self.in_use = self.reserved = self.footprint = held
         self._next_region = _FIRST_REGION
         self._address = held
         self._bins: list[list[tuple[int, int]]] = [[] for _ in range(_BINS)]
@@ -108,7 +108,7 @@ class Arena:
         if not growth:
             if limit is None:
                 raise ValueError("an arena without growth needs a limit")
-            self._add_region(limit // _ALIGNMENT * _ALIGNMENT)
+            self._add_region(limit // ALIGNMENT * ALIGNMENT)
 
     def allocate(self, size: int) -> _Chunk:
         """Takes a chunk for ``size`` bytes.
@@ -116,7 +116,7 @@ class Arena:
         Raises:
           OutOfMemoryError: if no chunk is free and the limit forbids a region.
         """
-        rounded = max(_ALIGNMENT, -(-size // _ALIGNMENT) * _ALIGNMENT)
+        rounded = _rounded(size)
         chunk = self._find(rounded)
         if chunk is None:
             self._extend(rounded)
@@ -132,7 +132,6 @@ class Arena:
         chunk.free = False
         self.footprint = max(self.footprint, chunk.address + chunk.size)
         self.in_use += chunk.size
-        self.peak = max(self.peak, self.in_use)
         return chunk
 
     def free(self, chunk: _Chunk) -> None:
@@ -158,8 +157,8 @@ class Arena:
 
     def claim(self, size: int) -> None:
         """Adds one free region of ``size`` bytes."""
-        if size >= _ALIGNMENT:
-            self._add_region(size // _ALIGNMENT * _ALIGNMENT)
+        if size >= ALIGNMENT:
+            self._add_region(size // ALIGNMENT * ALIGNMENT)
 
     def lay_slots(self, sizes: Iterable[int]) -> None:
         """Leaves a free chunk of each size at the start of the largest one.
@@ -172,7 +171,7 @@ class Arena:
         taken = [self.allocate(size) for size in holes]
         for size in sizes:
             taken.append(self.allocate(size))
-            self.allocate(_ALIGNMENT)
+            self.allocate(ALIGNMENT)
         for chunk in taken:
             self.free(chunk)
 
@@ -187,7 +186,7 @@ class Arena:
     def _extend(self, rounded: int) -> None:
         available = None
         if self.limit is not None:
-            available = (self.limit - self.reserved) // _ALIGNMENT * _ALIGNMENT
+            available = (self.limit - self.reserved) // ALIGNMENT * ALIGNMENT
             if rounded > available:
                 raise OutOfMemoryError(
                     f"{rounded} bytes asked for, {available} of {self.limit} not yet in a region"
@@ -214,6 +213,10 @@ class Arena:
         entries = self._bins[_bin(chunk.size)]
         del entries[bisect.bisect_left(entries, chunk.key())]
         del self._free[chunk.address]
+
+
+def _rounded(size: int) -> int:
+    return max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
 
 
 def _bin(size: int) -> int:
@@ -260,7 +263,7 @@ class Pool:
         values; three for each tensor of a batch (the last one, the next one,
         and the copy that making it may take); two for each of the results
         (the last one is held while the next one is made)."""
-        small = _SMALL_VALUES + sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in self.constants)
+        small = _SMALL_VALUES + sum(map(_rounded, self.constants))
         large = (*self.arguments, *self.results, *self.arguments, *self.results, *self.arguments)
         return (small, *(size for size in large if size >= _SMALLEST_SLOT))
 

@@ -332,22 +332,19 @@ def _carry_out(prepared: Prepared, plan: Plan, target: int, device: Device) -> P
     events = expand(prepared.extraction, plan.schedule)
     program, workspace = prepared.program, prepared.prices.workspace
     pool = replace(prepared.pool, growth=device.growth)
-    usage = simulate(program, events, workspace, pool)
-    needed = usage.peak
+    pools = [pool]
     if device.limit is not None and device.limit < ROOMY * plan.budget:
         # Every chunk must find a place in a pool that ends, and the end of it
         # makes chunks larger.  Where the limit is the budget, it must also fit
         # with a little less.
-        tight = is_tight(device, plan.budget)
-        endless, needed = usage, 0
-        try:
-            for spare in (int(MARGIN * device.limit), 0) if tight else (0,):
-                limited = replace(pool, limit=device.limit, withheld=spare)
-                usage = simulate(program, events, workspace, limited)
-                needed = max(needed, usage.peak)
-        except OutOfMemoryError:
-            usage = endless
-            needed = max(usage.footprint, int(plan.budget * (1 + MARGIN)))
+        spares = (int(MARGIN * device.limit), 0) if is_tight(device, plan.budget) else (0,)
+        pools = [replace(pool, limit=device.limit, withheld=spare) for spare in spares]
+    try:
+        usages = [simulate(program, events, workspace, found) for found in pools]
+        usage, needed = usages[-1], max(each.peak for each in usages)
+    except OutOfMemoryError:
+        usage = simulate(program, events, workspace, pool)
+        needed = max(usage.footprint, int(plan.budget * (1 + MARGIN)))
     details = {
         "step": prepared.fingerprint,
         "requested_peak": usage.requested_peak,

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,6 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 from . import allocator
-from .allocator import Device
 from .lower import lower
 from .memory import Pool
 from .planning import (
@@ -208,7 +207,7 @@ class CompiledStep:
         )
 
     def _check(self, say: ProgressLine) -> None:
-        """Runs the step once on zeros, and plans again if it takes too much.
+        """Runs the step on zeros, and plans again if it takes too much.
 
         Every variable is put back afterwards, bit for bit.
         """
@@ -411,16 +410,3 @@ class ProgressLine:
         best = "nothing yet" if result.overhead is None else f"{100 * result.overhead:.2f} %"
         gap = "" if result.gap is None else f", gap {100 * result.gap:.2f} points"
         self.line(f"solving: overhead {best}{gap}, {result.seconds:.0f} s")
-
-
-def memory_report(step: CompiledStep) -> Mapping[str, int | None]:
-    """Bytes: budget, predicted and measured peak, predicted plain peak."""
-    return {
-        "budget": step.budget,
-        "predicted": step.plan.peak,
-        "measured": step.measured_peak,
-        "plain": step.prepared.plain.peak,
-    }
-
-
-__all__ = ["CompiledStep", "Device", "Options", "memory_report"]
