@@ -7,6 +7,7 @@ conventions around it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import threading
@@ -23,6 +24,8 @@ from .planning import StepPlan
 from .solvers import PlanError
 from .step import CompiledStep, Options
 from .trace import TraceError
+
+Signature = tuple[tf.TensorSpec, ...]
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), tf.DType)
 
@@ -57,10 +60,12 @@ def function(
       step: the function, where the decorator is used without arguments.
       budget: bytes that TensorFlow's allocator may reach; see ``remat.compile``.
         A share of the plain step's peak is one of the largest signature so far.
-      input_signature: nests of ``tf.TensorSpec``, one for each argument, with
-        every dimension given.  Without it there is one plan for each
-        signature that is met: the shapes and dtypes of tensors and arrays,
-        the values of Python numbers and texts, the identity of other objects.
+      input_signature: nests of ``tf.TensorSpec``, one for each argument.  Where
+        it leaves dimensions open there is a plan for each shape that is met,
+        of the step as ``tf.function`` traces it for this signature.  Without
+        an ``input_signature`` there is one plan for each signature that is
+        met: the shapes and dtypes of tensors and arrays, the values of Python
+        numbers and texts, the identity of other objects.
       autograph: whether Python's ``if``, ``while`` and ``for`` over tensors
         work, as in ``tf.function``.
       options: ``solver``, ``time_limit``, ``seed``, ``profile``, ``plan``
@@ -106,6 +111,7 @@ class Function:
         self._autograph = autograph
         self._name = str(name or getattr(step, "__name__", "step"))
         self._parameters = inspect.signature(step)
+        self._traced_for: Signature | None = None
         self._compiled: dict[Hashable, CompiledStep] = {}
         self._lock = threading.RLock()
 
@@ -113,6 +119,18 @@ class Function:
         """Runs one step; the first call with a signature plans it."""
         step, tensors = self._find(args, kwargs)
         return step(*tensors)
+
+    def traced_for(self, signature: Signature | None) -> Function:
+        """This function, with the plans it has, as ``tf.function`` traces it for less
+        than is known.
+
+        Args:
+          signature: for each tensor among the arguments a shape that may leave
+            dimensions open; None for the shapes that are met.
+        """
+        other = copy.copy(self)
+        other._traced_for = signature
+        return other
 
     def compiled(self, *args: Any, **kwargs: Any) -> CompiledStep:
         """The step for a signature, planned now if it was not.
@@ -161,13 +179,17 @@ class Function:
         """The compiled step for some arguments, and the tensors to call it with."""
         bound = self._parameters.bind(*args, **kwargs)
         key: Hashable = None
+        traced_for: Sequence[Any] | None = self._traced_for
         if self._input_signature is not None:
-            step, signature, values = self._step, self._input_signature, list(bound.args)
+            step, signature, values = self._step, self._filled(bound.args), list(bound.args)
+            if signature != self._input_signature:
+                traced_for = self._input_signature
+                key = tuple(tuple(spec.shape) for spec in tf.nest.flatten(signature))
         else:
             bound.apply_defaults()
             call = _Call.of(bound, self._name)
             step, signature, values = call.of_tensors(self._step), list(call.specs), call.tensors
-            key = call.key
+            key = (call.key, self._traced_for)
         replica = tf.distribute.get_replica_context()
         if replica is not None:  # each replica has variables of its own
             number = tf.get_static_value(replica.replica_id_in_sync_group)
@@ -186,9 +208,22 @@ class Function:
                         self._options,
                         self._name,
                         autograph=self._autograph,
+                        traced_for=traced_for,
                         at_least=max((step.budget for step in self.steps), default=0),
                     )
         return self._compiled[key], values
+
+    def _filled(self, args: Sequence[Any]) -> list[Any]:
+        """The input signature, with these arguments' sizes where it leaves them open."""
+        signature = list(self._input_signature or ())
+        if all(spec.shape.is_fully_defined() for spec in tf.nest.flatten(signature)):
+            return signature
+
+        def fill(spec: tf.TensorSpec, value: Any) -> tf.TensorSpec:
+            shape = spec.shape.merge_with(getattr(value, "shape", np.shape(value)))
+            return tf.TensorSpec(shape, spec.dtype, spec.name)
+
+        return tf.nest.map_structure(fill, signature, list(args))
 
 
 @dataclass(frozen=True)

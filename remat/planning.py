@@ -28,7 +28,7 @@ from .solvers import simulate as simulate_schedule
 from .solvers.budget import format_bytes
 from .solvers.schedule import ScheduleError
 from .solvers.solving import default_time_limit
-from .trace import Trace, trace
+from .trace import Trace, TraceError, trace
 
 MARGIN = 0.015
 """Share of the budget left free for what the prediction does not see: small
@@ -131,9 +131,19 @@ class Planned:
 
 
 def read(
-    function: Callable[..., Any], input_signature: Sequence[Any], *, autograph: bool = False
+    function: Callable[..., Any],
+    input_signature: Sequence[Any],
+    *,
+    autograph: bool = False,
+    traced_for: Sequence[Any] | None = None,
 ) -> tuple[Trace, Program]:
-    """Traces a step; takes no memory on the device."""
+    """Traces a step; takes no memory on the device.  The arguments are ``trace``'s."""
+    if traced_for is not None:
+        traced = trace(function, input_signature, autograph=autograph, traced_for=traced_for)
+        try:
+            return traced, build(traced)
+        except TraceError:
+            pass  # a loop, say, has lost a shape: agreement up to the last digits is left
     traced = trace(function, input_signature, autograph=autograph)
     return traced, build(traced)
 

@@ -333,7 +333,7 @@ def build(trace: Trace) -> Program:
         if kind is Kind.PURE and (folded := _fold(operation)) is not None:
             for tensor, array in zip(operation.outputs, folded, strict=True):
                 node = _constant(f"{name}/{tensor.value_index}", array)
-                values[tensor.name] = (add(_op(tensor, node.name), node), 0)
+                values[tensor.name] = (add(_op(array, node.name), node), 0)
             continue
         for tensor in operation.outputs:
             if tensor.dtype not in (tf.resource, tf.variant) and (
@@ -456,6 +456,13 @@ def _fold(operation: tf.Operation) -> list[np.ndarray] | None:
     """The values of an operation that only does arithmetic on static shapes."""
     if not operation.outputs:
         return None
+    if operation.type == "BroadcastGradientArgs":
+        shapes = [tensor_util.constant_value(tensor) for tensor in operation.inputs]
+        if any(shape is None for shape in shapes):
+            return None
+        with tf.init_scope():  # not in a graph: this is arithmetic
+            axes = tf.raw_ops.BroadcastGradientArgs(s0=shapes[0], s1=shapes[1])
+        return [np.asarray(each) for each in axes]
     arrays = []
     for position, tensor in enumerate(operation.outputs):
         if tensor.dtype not in (tf.int32, tf.int64) or not tensor.shape.is_fully_defined():
@@ -480,16 +487,16 @@ def _constant(name: str, array: np.ndarray) -> node_def_pb2.NodeDef:
     return node
 
 
-def _op(tensor: tf.Tensor, name: str) -> Op:
+def _op(array: np.ndarray, name: str) -> Op:
     return Op(
         name=name,
         type="Const",
         kind=Kind.CONSTANT,
         inputs=(),
         controls=(),
-        bytes=(_bytes(tensor),),
-        shapes=(_shape(tensor),),
-        dtypes=(tensor.dtype,),
+        bytes=(array.nbytes,),
+        shapes=(array.shape,),
+        dtypes=(tf.dtypes.as_dtype(array.dtype),),
     )
 
 

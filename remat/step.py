@@ -85,6 +85,7 @@ class CompiledStep:
         name: str = "step",
         *,
         autograph: bool = False,
+        traced_for: Sequence[Any] | None = None,
         at_least: int = 0,
     ) -> None:
         """Plans a step.
@@ -95,6 +96,8 @@ class CompiledStep:
           options: how.
           name: for people.
           autograph: whether to convert Python's control flow over tensors.
+          traced_for: what the plain step is traced for, where that leaves
+            dimensions open; see ``trace``.
           at_least: bytes below which a budget given as a share is not taken:
             what other steps of the same training may reach anyway.
         """
@@ -109,7 +112,9 @@ class CompiledStep:
         with say:
             with self._timed("trace"):
                 say.line("tracing the step")
-                traced, program = read(function, input_signature, autograph=autograph)
+                traced, program = read(
+                    function, input_signature, autograph=autograph, traced_for=traced_for
+                )
             pool, block = pool_of(program), None
             if self.device.counted:
                 pool = pool_of(

@@ -25,7 +25,6 @@ from tensorflow.python.grappler import tf_optimizer
 from .executor import execution_order
 
 _HANDLE = "/remat_handle"  # suffix of the stand-in for an argument's variable
-_SHAPE = "_remat_shape"
 _SHAPES = "_output_shapes"  # TensorFlow's own name
 # Only Python knows the shapes of these, and Grappler forgets them.
 _UNINFERABLE = ("EagerPyFunc", "PyFunc", "PartitionedCall", "StatefulPartitionedCall")
@@ -64,14 +63,25 @@ class Trace:
 
 
 def trace(
-    function: Callable[..., Any], input_signature: Sequence[Any], *, autograph: bool = False
+    function: Callable[..., Any],
+    input_signature: Sequence[Any],
+    *,
+    autograph: bool = False,
+    traced_for: Sequence[Any] | None = None,
 ) -> Trace:
     """Traces ``function`` for arguments of the given ``tf.TensorSpec`` nests.
 
-    With ``autograph``, its Python control flow over tensors is converted.
+    Args:
+      function: the step.
+      input_signature: the shapes that it will run on.
+      autograph: whether its Python control flow over tensors is converted.
+      traced_for: what the plain step is traced for, where that leaves
+        dimensions open.  Grappler does other things to a graph whose shapes it
+        does not know, and results differ in the last digits; so the step is
+        optimised for these shapes, and only then told its real ones.
 
     Raises:
-      TraceError: if an argument's or a value's shape is not static.
+      TraceError: if an argument's shape is not static.
     """
     for spec in tf.nest.flatten(list(input_signature)):
         if not isinstance(spec, tf.TensorSpec):
@@ -82,7 +92,7 @@ def trace(
                 "shapes: give every dimension, the batch included"
             )
     traced = tf.function(function, autograph=autograph, jit_compile=False)
-    plain = traced.get_concrete_function(*input_signature)
+    plain = traced.get_concrete_function(*(traced_for or input_signature))
     source = plain.graph
     captured = source.captures  # (external, placeholder) pairs
     arguments = source.inputs[: len(source.inputs) - len(captured)]
@@ -101,10 +111,12 @@ def trace(
     outputs = [tensor.name for tensor in source.outputs]
     targets = [op.name for op in source.control_outputs]
     optimised = _grappler(graph_def, [*keep, *outputs, *targets])
-    described = {tensor.op.name for tensor in values}
+    shapes = {tensor.op.name: tensor.shape for tensor in values}
+    for tensor, spec in zip(arguments, tf.nest.flatten(list(input_signature)), strict=True):
+        shapes[tensor.op.name] = spec.shape
     for node in optimised.node:
-        if node.name in described:
-            _restore_value(node)
+        if node.name in shapes:
+            _restore_value(node, shapes[node.name])
         elif node.op in _UNINFERABLE and node.name in nodes:
             node.attr[_SHAPES].CopyFrom(nodes[node.name].attr[_SHAPES])
     _bypass_loops(optimised)
@@ -160,14 +172,12 @@ def _describe_value(
     node.input.append(handle.name)
     node.attr.clear()
     node.attr["dtype"].type = dtype
-    node.attr[_SHAPE].shape.CopyFrom(handle.attr["shape"].shape)
 
 
-def _restore_value(node: node_def_pb2.NodeDef) -> None:
-    dtype, shape = node.attr["dtype"].type, node.attr[_SHAPE].shape
+def _restore_value(node: node_def_pb2.NodeDef, shape: tf.TensorShape) -> None:
     restored = node_def_pb2.NodeDef(name=node.name, op="Placeholder", device=node.device)
-    restored.attr["dtype"].type = dtype
-    restored.attr["shape"].shape.CopyFrom(shape)
+    restored.attr["dtype"].type = node.attr["dtype"].type
+    restored.attr["shape"].shape.CopyFrom(shape.as_proto())
     node.CopyFrom(restored)
 
 

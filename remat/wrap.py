@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import types
@@ -10,11 +11,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from .compile import require_tensorflow
-from .function import Function
+from .function import Function, Signature
 from .planning import StepPlan
+from .replicas import ReplicatedStep
 from .step import CompiledStep, Options
 
 
@@ -51,12 +54,17 @@ def wrap(
       options: ``solver``, ``time_limit``, ``seed``, ``profile``, ``check``,
         ``verbose``; see ``remat.compile``.
 
+    A model made in the scope of a ``tf.distribute.MirroredStrategy`` has a plan
+    for each replica and shape, up to the optimizer's update, in which the
+    replicas meet; the budget is for what comes before it.
+
     Returns:
       A model of a subclass of ``type(model)`` with an attribute ``remat``, a
       ``Training``, which has the plans.
 
     Raises:
-      TypeError, ValueError: if ``model`` is not such a model.
+      TypeError, ValueError: if ``model`` is not such a model, or was made in
+        the scope of a strategy under which Keras cannot ``fit``.
       InfeasibleBudgetError (from ``fit``): if no schedule within the budget
         is found for a batch.
       TraceError (from ``fit``): if a batch is ragged or sparse.
@@ -66,6 +74,11 @@ def wrap(
         raise TypeError(f"model must be a keras.Model, not {type(model).__name__}")
     if isinstance(model, _Budgeted):
         raise ValueError("the model is wrapped already; wrap the one that it was made of")
+    if isinstance(model.distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        raise ValueError(
+            "fit does not work under MultiWorkerMirroredStrategy in Keras 3, with or without a "
+            "budget: train in a loop of your own, with remat.function"
+        )
     chosen = Options(budget=budget, **options)
     if chosen.plan is not None:
         raise ValueError("a plan is for one shape of a batch; fit may meet several")
@@ -154,11 +167,6 @@ class _Budgeted(keras.Model):
                 "run_eagerly=True runs one operation after the other, without a plan; compile "
                 "without it, or train the model that this one was made of"
             )
-        if self.distribute_strategy.num_replicas_in_sync > 1:
-            raise ValueError(
-                "fit under a tf.distribute strategy with several replicas is not supported; use "
-                "remat.function in a custom loop"
-            )
         current = self.train_function
         if force or current is None or not current.fresh:
             current = _TrainFunction(self)
@@ -170,18 +178,27 @@ class _TrainFunction:
     """Takes batches from an iterator and trains on each by its plan.
 
     Keras's own train function takes them inside a graph, where the size of a
-    batch is unknown; a plan is for known sizes.
+    batch may be unknown; a plan is for known sizes.  What Keras traces its step
+    for matters all the same, for the last digits.
     """
 
     def __init__(self, model: _Budgeted) -> None:
         self._model = model
-        self._step = model.remat.start(model.train_step, model.name)
+        self._signatures = _Signatures()
+        self._step: Callable[[Any, Signature | None], Any]
+        if model.distribute_strategy.num_replicas_in_sync > 1:
+            self._step = ReplicatedStep(model, model.remat.start)
+        else:
+            function = model.remat.start(model.train_step, model.name)
+            self._step = lambda batch, traced_for: function.traced_for(traced_for)(batch)
         self._traced: list[Any] | None = None
 
     def __call__(self, iterator: Iterator[Any]) -> Any:
         logs = None
         for batch in itertools.islice(iterator, self._model.steps_per_execution):
-            logs = self._step(tf.nest.map_structure(_none_if_optional, batch))
+            batch = tf.nest.map_structure(_none_if_optional, batch)
+            met = _specs(getattr(iterator, "element_spec", batch))
+            logs = self._step(batch, self._signatures.traced_for(met))
             if self._traced is None:  # now that everything is built
                 self._traced = _traced(self._model)
         if logs is None:
@@ -195,6 +212,53 @@ class _TrainFunction:
             return True
         now = _traced(self._model)
         return len(now) == len(self._traced) and all(map(operator.is_, now, self._traced))
+
+
+class _Signatures:
+    """What Keras's ``tf.function`` is traced for (``reduce_retracing``).
+
+    It takes a trace that is general enough if there is one; otherwise it
+    relaxes what is new until it covers what was met before, too.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[Signature] = []
+
+    def traced_for(self, met: Signature) -> Signature | None:
+        """The signature for what is met; None if that leaves nothing open."""
+        fitting = [known for known in self._known if _covers(known, met)]
+        if fitting:
+            found = functools.reduce(lambda a, b: b if _covers(a, b) else a, fitting)
+        else:
+            found = functools.reduce(_relaxed, self._known, met)
+            self._known.append(found)
+        return None if all(spec.shape.is_fully_defined() for spec in found) else found
+
+
+def _covers(general: Signature, special: Signature) -> bool:
+    return len(general) == len(special) and all(
+        one.is_subtype_of(other) for one, other in zip(special, general, strict=True)
+    )
+
+
+def _relaxed(signature: Signature, other: Signature) -> Signature:
+    """The least signature that covers both; the first if there is none."""
+    if len(signature) != len(other):
+        return signature
+    pairs = zip(signature, other, strict=True)
+    common = tuple(one.most_specific_common_supertype([two]) for one, two in pairs)
+    return signature if None in common else common
+
+
+def _specs(batch: Any) -> Signature:
+    """Of each tensor of a batch (or spec of one), as one replica sees it."""
+    found = []
+    for leaf in tf.nest.flatten(batch):
+        # Under several replicas there is a part for each; all are alike.
+        part = tf.nest.flatten(leaf, expand_composites=True)[0]
+        if isinstance(part, (tf.Tensor, tf.TensorSpec, np.ndarray, np.generic)):
+            found.append(tf.TensorSpec(part.shape, part.dtype))
+    return tuple(found)
 
 
 def _traced(model: keras.Model) -> list[Any]:

@@ -227,64 +227,6 @@ answer(
     assert "compiled(...)" in found["message"]
 
 
-def test_mirrored_strategy_in_a_custom_loop() -> None:
-    """Forward and backward are planned for each replica; the update stays outside."""
-    found = run(
-        """
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
-)
-exact()
-
-def train(ours):
-    keras.utils.set_random_seed(1)
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((16, 16, 3))])
-        for _ in range(3):
-            model.add(keras.layers.Conv2D(8, 3, padding="same"))
-            model.add(keras.layers.BatchNormalization())
-            model.add(keras.layers.Activation("tanh"))
-        model.add(keras.layers.GlobalAveragePooling2D())
-        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-        optimizer.build(model.trainable_variables)
-
-    def gradients(x, y):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(model(x, training=True) - y)) / 2
-        return loss, tape.gradient(loss, model.trainable_variables)
-
-    if ours:
-        options = dict(profile={}, check=False, time_limit=0.3)
-        gradients = remat.function(gradients, budget=0.8, **options)
-    else:
-        gradients = tf.function(gradients)
-
-    def step(x, y):
-        loss, found = gradients(x, y)
-        optimizer.apply_gradients(zip(found, model.trainable_variables))
-        return loss
-
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(96, 16, 16, 3)).astype("float32")
-    y = rng.normal(size=(96, 8)).astype("float32")
-    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(32, drop_remainder=True)
-    losses = []
-    for batch in strategy.experimental_distribute_dataset(data):
-        losses += strategy.experimental_local_results(strategy.run(step, batch))
-    states = [v.numpy() for v in [*losses, *model.variables, *optimizer.variables]]
-    return states, len(gradients.steps) if ours else None
-
-theirs, ours = train(False), train(True)
-answer(same=same(theirs[0], ours[0]), count=len(ours[0]), plans=ours[1])
-""",
-        _UNCOUNTED,
-    )
-    assert found["same"]
-    assert found["count"] > 30
-    assert found["plans"] == 2
-
-
 def test_python_control_flow_over_tensors(tmp_path: Path) -> None:
     module = tmp_path / "autographed.py"  # TensorFlow reads the source
     module.write_text(

@@ -30,9 +30,8 @@ x = rng.normal(size=(80, 16, 16, 3)).astype("float32")
 y = rng.integers(0, 3, 80)
 crossentropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
-def batches(size, **more):
-    # Batches of known size: what TensorFlow makes of an unknown one differs in the last digit.
-    return tf.data.Dataset.from_tensor_slices((x, y)).batch(size, drop_remainder=True)
+def batches(size):
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(size)
 
 def variables(model):
     return [np.array(v) for v in [*model.variables, *model.optimizer.variables]]
@@ -131,18 +130,17 @@ seen = [Seen(), Seen()]
 for model, callback in zip((plain, wrapped), seen):
     model.fit(x, y, batch_size=32, verbose=0, callbacks=[callback], sample_weight=weights)
 answer(
-    close=bool(np.allclose(ours[0], theirs[0], rtol=1e-6)),
+    losses=ours[0] == theirs[0],
     seen=[callback.batches for callback in seen],
-    apart=float(max(abs(a - b).max() for a, b in zip(ours[1], theirs[1]))),
+    same=same(ours[1], theirs[1]),
     shapes=[list(step.signature[0].shape) for step in steps],
     budgets=[step.budget for step in steps], still=wrapped.remat.steps == steps,
 )
 """,
         _UNCOUNTED,
     )
-    # Keras traces an unknown batch size here, and so differs in the last digits.
-    assert found["close"]
-    assert found["apart"] < 1e-5
+    assert found["losses"]
+    assert found["same"]
     assert found["shapes"] == [[32, 16, 16, 3], [16, 16, 16, 3]]
     assert found["budgets"][0] == found["budgets"][1]  # a share of the larger batch's peak
     assert found["seen"][0] == found["seen"][1]

@@ -1,0 +1,192 @@
+"""Several replicas: two logical devices, and two processes that talk over loopback."""
+
+from __future__ import annotations
+
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+from child import EXACT, run
+
+_UNCOUNTED = {name: value for name, value in EXACT.items() if "ALLOCATOR" not in name}
+
+_PRELUDE = """
+exact()
+CHEAP = dict(profile={}, check=False, time_limit=0.3)
+
+def network(dropout=0.1, **normalization):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((16, 16, 3))])
+    for _ in range(3):
+        model.add(keras.layers.Conv2D(8, 3, padding="same"))
+        model.add(keras.layers.BatchNormalization(**normalization))
+        model.add(keras.layers.Activation("tanh"))
+        model.add(keras.layers.Dropout(dropout))
+    model.add(keras.layers.GlobalAveragePooling2D())
+    model.add(keras.layers.Dense(3))
+    return model
+
+rng = np.random.default_rng(0)
+x = rng.normal(size=(96, 16, 16, 3)).astype("float32")
+y = rng.integers(0, 3, 96)
+crossentropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+def variables(model):
+    return [np.array(v) for v in [*model.variables, *model.optimizer.variables]]
+
+def repeats(plan):
+    return len(plan.schedule) - len(set(plan.schedule))
+"""
+
+_TWO_DEVICES = (
+    _PRELUDE
+    + """
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+)
+strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+"""
+)
+
+_CUSTOM_LOOP = """
+def train(ours):
+    with strategy.scope():
+        model = network()
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build(model.trainable_variables)
+    keras.utils.set_random_seed(2)
+
+    def gradients(x, y):
+        with tf.GradientTape() as tape:
+            losses = keras.ops.sparse_categorical_crossentropy(y, model(x, training=True), True)
+            loss = tf.reduce_mean(losses) / 2
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    gradients = remat.function(gradients, budget=0.95, **CHEAP) if ours else tf.function(gradients)
+
+    def step(x, y):
+        loss, found = gradients(x, y)
+        optimizer.apply_gradients(zip(found, model.trainable_variables))
+        return loss
+
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(32, drop_remainder=True)
+    losses = []
+    for batch in strategy.experimental_distribute_dataset(data):
+        losses += strategy.experimental_local_results(strategy.run(step, batch))
+    states = [v.numpy() for v in [*losses, *model.variables, *optimizer.variables]]
+    return states, [repeats(step.plan) for step in gradients.steps] if ours else None
+
+theirs, ours = train(False), train(True)
+answer(same=same(theirs[0], ours[0]), count=len(ours[0]), recomputed=ours[1],
+       losses=[float(v) for v in ours[0][:3]])
+"""
+
+
+def test_mirrored_custom_loop() -> None:
+    """Forward and backward are planned for each replica; the update stays outside."""
+    found = run(_TWO_DEVICES + _CUSTOM_LOOP, _UNCOUNTED)
+    assert found["same"]
+    assert found["count"] > 30
+    assert len(found["recomputed"]) == 2
+    assert min(found["recomputed"]) > 0
+
+
+def test_two_workers_custom_loop() -> None:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(2)]
+        for each in sockets:
+            each.bind(("localhost", 0))
+        workers = [f"localhost:{each.getsockname()[1]}" for each in sockets]
+
+    def worker(number: int) -> dict[str, object]:
+        task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": number}}
+        return run(
+            _PRELUDE
+            + "strategy = tf.distribute.MultiWorkerMirroredStrategy()\n"
+            + """
+def refused():
+    with strategy.scope():
+        try:
+            remat.wrap(network())
+        except ValueError as error:
+            return str(error)
+message = refused()
+"""
+            + _CUSTOM_LOOP.replace("answer(", "answer(message=message, "),
+            {**_UNCOUNTED, "TF_CONFIG": json.dumps(task), "CUDA_VISIBLE_DEVICES": "-1"},
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(worker, range(2)))
+    for each in found:
+        assert each["same"]
+        assert each["count"] > 30
+        assert each["recomputed"][0] > 0
+        assert "remat.function" in each["message"]
+    assert found[0]["losses"] != found[1]["losses"]  # each has its own part of the batch
+
+
+def test_mirrored_fit() -> None:
+    found = run(
+        _TWO_DEVICES
+        + """
+def train(ours):
+    with strategy.scope():
+        model = network()
+        if ours:
+            model = remat.wrap(model, budget=0.8, **CHEAP)
+        model.compile(keras.optimizers.AdamW(1e-2, global_clipnorm=0.1), crossentropy,
+                      metrics=["accuracy"])
+    keras.utils.set_random_seed(2)
+    history = model.fit(x, y, batch_size=40, epochs=2, verbose=0, class_weight={0: 1, 1: 2, 2: 3},
+                        validation_data=(x[:32], y[:32]))
+    logs = model.train_on_batch(x[:8], y[:8], return_dict=True)
+    return history.history, variables(model), logs, model
+
+theirs, ours = train(False), train(True)
+steps = ours[3].remat.steps
+answer(history=ours[0] == theirs[0], keys=sorted(ours[0]), logs=ours[2] == theirs[2],
+       same=same(ours[1], theirs[1]), count=len(ours[1]), recomputed=repeats(steps[0].plan),
+       shapes=[step.signature[0].shape[0] for step in steps])
+""",
+        _UNCOUNTED,
+    )
+    assert found["history"]
+    assert "val_accuracy" in found["keys"]
+    assert found["logs"]
+    assert found["same"]
+    assert found["count"] > 40
+    assert found["recomputed"] > 0
+    # The last batch has 16 samples; train_on_batch is of a known size, without weights.
+    assert found["shapes"] == [20, 20, 8, 8, 8, 8]
+
+
+def test_mirrored_fit_refuses_what_it_cannot_plan() -> None:
+    found = run(
+        _TWO_DEVICES
+        + """
+class Own(keras.Sequential):
+    def train_step(self, data):
+        return super().train_step(data)
+
+def attempt(make, budget="1GiB"):
+    with strategy.scope():
+        model = remat.wrap(make(), budget=budget, **CHEAP)
+        model.compile("sgd", crossentropy)
+    try:
+        model.fit(x, y, verbose=0)
+    except ValueError as error:
+        return type(error).__name__, str(error)
+
+answer(
+    synchronized=attempt(lambda: network(synchronized=True)),
+    own=attempt(lambda: Own(network().layers)),
+    infeasible=attempt(network, "20KB"),
+)
+""",
+        _UNCOUNTED,
+    )
+    assert "synchronized=False" in found["synchronized"][1]
+    assert "remat.function" in found["own"][1]
+    assert found["infeasible"][0] == "InfeasibleBudgetError"
