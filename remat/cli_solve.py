@@ -140,6 +140,8 @@ def _solve(arguments: argparse.Namespace) -> int:
     except InfeasibleBudgetError as error:
         interrupted = result.status is Status.INTERRUPTED
         print(f"remat: {error}", file=sys.stderr)
+        if result.status is Status.NOTHING_FOUND:
+            print(f"  {result.message}", file=sys.stderr)
         return INTERRUPTED if interrupted else INFEASIBLE
     if arguments.output is not None:
         plan.save(arguments.output)
@@ -199,6 +201,7 @@ class _Report:
                 "budget": result.budget,
                 "least_budget": result.least_budget,
                 "floor": result.floor,
+                "message": result.message,
             }
             print(json.dumps(line), flush=True)
         elif self.live:

@@ -26,25 +26,19 @@ changes and the incremental profile here are this package's own.
 from __future__ import annotations
 
 import math
-import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from .best import check_options
-from .graph import Graph, Node
+from .compiling import excuse, load
 from .method import Monitor, Outcome, Problem
-from .moves import anneal_at
 from .schedule import Schedule
-from .sequence import make_state, make_tables, unit_of
 
 _HOT, _COLD = 1.0, 0.003  # temperatures, in units of a node's mean cost
 _LIGHT, _HEAVY = 0.1, 10.0  # weights of one percent above the budget
 _CHUNK = 1000  # changes between looks at the clock (by the move count)
-
-_compiling = threading.Lock()
 
 
 def anneal(problem: Problem, monitor: Monitor) -> Outcome:
@@ -71,7 +65,7 @@ def anneal(problem: Problem, monitor: Monitor) -> Outcome:
         ]
         for job in jobs:
             job.result()
-    return Outcome(None)
+    return Outcome(None, message=excuse(monitor))
 
 
 def anneal_once(
@@ -95,9 +89,13 @@ def anneal_once(
       moves: changes to try, instead of ``seconds``.
 
     Returns:
-      The best schedule found within the budget, or None.
+      The best schedule found within the budget, or None (if time ran out before it began, too).
     """
-    _compile(monitor)
+    anneal_at = load(monitor)
+    if anneal_at is None:
+        return None
+    from .sequence import make_state, make_tables, unit_of
+
     graph = problem.graph
     unit = unit_of(graph, problem.budget)
     tables = make_tables(graph, unit)
@@ -140,21 +138,6 @@ def anneal_once(
     found = tuple(best[: int(figure[0])].tolist())
     monitor.found(found)
     return found
-
-
-def _compile(monitor: Monitor) -> None:
-    """Compiles, or loads what was compiled before; compiling is not held against the limit."""
-    with _compiling:
-        if anneal_at.signatures:
-            return
-        began = time.monotonic()
-        graph = Graph("one node", (Node("node", 1.0, 1),), ())
-        tables = make_tables(graph, 1)
-        state = make_state(graph, tables, (0,), 1, 1)
-        random, best = np.ones(1, np.uint64), np.empty(len(state.at), np.int64)
-        anneal_at(tables, state, random, best, np.zeros(2), np.ones(4), 1.0, 1)
-        if anneal_at.stats.cache_misses:
-            monitor.extend(time.monotonic() - began)
 
 
 def _terms(problem: Problem) -> tuple[float, float, float]:

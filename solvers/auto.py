@@ -25,6 +25,7 @@ from itertools import count
 from .anneal import anneal_once
 from .best import check_options
 from .chen import chen_greedy
+from .compiling import excuse
 from .feng_huang import feng_huang
 from .gap_cover import REPAIR, lower_bound
 from .griewank import griewank
@@ -57,7 +58,7 @@ def auto(problem: Problem, monitor: Monitor) -> Outcome:
         jobs = [pool.submit(_work, board, worker) for worker in range(problem.workers)]
         for job in jobs:
             job.result()
-    return Outcome(None)
+    return Outcome(None, message=excuse(monitor))
 
 
 def _work(board: _Board, worker: int) -> None:

@@ -45,6 +45,7 @@ import numpy as np
 
 from .anneal import anneal_once
 from .best import check_options
+from .compiling import excuse
 from .floor import Precedence, first_run_bytes, members, pending, precedence
 from .graph import Graph
 from .method import Monitor, Outcome, Problem
@@ -84,7 +85,7 @@ def gap_cover(problem: Problem, monitor: Monitor) -> Outcome:
     schedule = anneal_once(
         problem, monitor, start or range(len(problem.graph)), worker=0, hot=REPAIR
     )
-    return Outcome(schedule, bound)
+    return Outcome(schedule, bound, message=excuse(monitor))
 
 
 def lower_bound(problem: Problem, monitor: Monitor) -> tuple[float, Schedule | None]:

@@ -68,11 +68,13 @@ class Monitor:
         time_limit: float | None = None,
         on_schedule: Callable[[Schedule], None] | None = None,
         on_bound: Callable[[float], None] | None = None,
+        may_extend: Callable[[], bool] = lambda: False,
     ) -> None:
         self._started = time.monotonic()
         self._time_limit = time_limit
         self._on_schedule = on_schedule
         self._on_bound = on_bound
+        self._may_extend = may_extend
         self._stop = threading.Event()
         self._finish = threading.Event()
 
@@ -87,8 +89,8 @@ class Monitor:
         return max(0.0, self._time_limit - self.elapsed())
 
     def extend(self, seconds: float) -> None:
-        """Lets the solve take longer (code compiled once for all solves to come)."""
-        if self._time_limit is not None:
+        """Lets the solve take longer, for code that is compiled once for all solves, if it may."""
+        if self._time_limit is not None and self._may_extend():
             self._time_limit += seconds
 
     def part(self, seconds: float) -> Monitor:

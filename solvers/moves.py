@@ -50,9 +50,11 @@ from .sequence import (
     compiled,
     copy_read,
     detach,
+    entry,
     is_alone,
     last_reader,
     move,
+    part_of_caller,
     undo,
 )
 
@@ -61,7 +63,7 @@ _PUSH = 0.2  # share of the shifts beyond what is legal that drag others along
 _MOST = 40  # events that one change may recompute or drag along
 
 
-@compiled
+@entry
 def anneal_at(
     tables: Tables,
     state: State,
@@ -111,7 +113,7 @@ def anneal_at(
             continue
         if tighten > 0:
             if state.cost[0] <= allowance:
-                figure[1] = state.held[: number[LENGTH]].max()
+                figure[1] = _peak(state)
                 figure[0] = _copy_nodes(state, best)
                 _set_budget(state, int((1 - tighten) * figure[1]))
                 energy = price * max(0.0, state.cost[0] - allowance) + weight * number[EXCESS]
@@ -130,6 +132,14 @@ def _copy_nodes(state: State, nodes: np.ndarray) -> int:
 
 
 @compiled
+def _peak(state: State) -> int:
+    peak = state.held[0]
+    for position in range(state.number[LENGTH]):
+        peak = max(peak, state.held[position])
+    return peak
+
+
+@compiled
 def _set_budget(state: State, budget: int) -> None:
     excess = 0
     for position in range(state.number[LENGTH]):
@@ -137,7 +147,7 @@ def _set_budget(state: State, budget: int) -> None:
     state.number[BUDGET], state.number[EXCESS] = budget, excess
 
 
-@compiled
+@part_of_caller
 def _change(tables: Tables, state: State, random: np.ndarray) -> bool:
     """Makes one random change; False if it must be undone."""
     length = state.number[LENGTH]
@@ -171,11 +181,12 @@ def _change(tables: Tables, state: State, random: np.ndarray) -> bool:
     if target == position:
         return True
     state.stack[0, 0] = event
-    if target > position:
-        count = _dependants(tables, state, target) if push else 1
-        return _place(tables, state, count, target, -1)
-    count = _dependencies(tables, state, target) if push else 1
-    return _place(tables, state, count, target, 1)
+    count = 1
+    if push and target > position:
+        count = _dependants(tables, state, target)
+    elif push:
+        count = _dependencies(tables, state, target)
+    return _place(tables, state, count, target)
 
 
 @compiled
@@ -328,9 +339,10 @@ def _dependencies(tables: Tables, state: State, target: int) -> int:
     return count
 
 
-@compiled
-def _place(tables: Tables, state: State, count: int, position: int, step: int) -> bool:
-    """Moves the events on the stack, from its top, to a position and those beyond.
+@part_of_caller
+def _place(tables: Tables, state: State, count: int, position: int) -> bool:
+    """Moves the events on the stack, from its top, to a position and those before it
+    (if they come later now: behind it).
 
     Returns:
       False if one of them may not go there.
@@ -338,6 +350,7 @@ def _place(tables: Tables, state: State, count: int, position: int, step: int) -
     if count > _MOST:
         return False
     stack, several = state.stack, False
+    step = -1 if position > state.event[stack[0, 0], POSITION] else 1
     for i in range(count - 1, -1, -1):
         event = stack[i, 0]
         low, high = _window(tables, state, event)

@@ -41,7 +41,15 @@ _RANGE, _LAST_USE, _ATTACHED, _DETACHED, _MOVED = range(5)
 
 _LONGEST_CHANGE = 256  # attach, detach and move calls that one log can hold
 
-compiled = njit(cache=True, nogil=True, error_model="numpy")
+# How long numba compiles matters: it is the first that a new user waits for.  What only compiled
+# code calls has no wrappers for Python, and no place in the cache (its callers there contain it).
+# Callers are optimised with all that they call: a large function with one caller becomes a part
+# of it, or its code would be optimised once more.
+_settings = {"nogil": True, "error_model": "numpy"}
+_inner = {**_settings, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+entry = njit(cache=True, **_settings)
+compiled = njit(**_inner)
+part_of_caller = njit(inline="always", **_inner)
 
 
 class Tables(NamedTuple):
@@ -157,27 +165,38 @@ def make_state(
         log=np.zeros((_LONGEST_CHANGE * (3 * widest + 8), 4), np.int64),
         stack=np.zeros((room * (widest + 1), 2), np.int64),
     )
-    state.number[SPARE] = room
+    length = len(schedule) + 1
+    events = np.arange(length)  # an event's identity is its position, to begin with
+    nodes = np.array([*schedule, count])
+    state.number[LENGTH], state.number[SPARE] = length, room - length
     state.number[BUDGET] = (budget - graph.resident) // unit
-    _fill(tables, state, np.array([*schedule, count], np.int64))
+    state.spare[: room - length] = np.arange(length, room)
+    state.at[:length] = state.event[:length, POSITION] = events
+    state.event[:length, NODE] = nodes
+    state.event[:length, LATER] = NONE
+    last_use = events.copy()
+    for event, node in enumerate(nodes):
+        for source in graph.outputs if node == count else graph.predecessors[node]:
+            last_use[state.copies[source, NEWEST]] = event
+        before = state.copies[node, NEWEST]
+        state.event[event, EARLIER] = before
+        if before == NONE:
+            state.copies[node, FIRST] = event
+        else:
+            state.event[before, LATER] = event
+        state.copies[node, NEWEST] = event
+    state.event[:length, LAST_USE] = last_use
+    # What is held changes where a copy is made, and after the last event at which it is held.
+    sizes, works, takes_over = tables.node[:, [SIZE, WORK, FORWARD]].T
+    change = np.zeros(length + 1, np.int64)
+    change[:length] = sizes[nodes]
+    stop = last_use + np.where(takes_over[nodes[last_use]] == nodes, 0, 1)
+    np.subtract.at(change, stop, sizes[nodes])
+    state.held[:length] = np.cumsum(change[:length]) + works[nodes]
+    excess = np.maximum(0, state.held[:length] - state.number[BUDGET])
+    state.number[EXCESS] = excess.sum()
+    state.cost[0] = tables.cost[nodes].sum()
     return state
-
-
-@compiled
-def _fill(tables: Tables, state: State, nodes: np.ndarray) -> None:
-    """Appends runs of nodes, one by one, to an empty state."""
-    for node in nodes:
-        attach(tables, state, node, state.number[LENGTH])
-        state.number[LOGGED] = 0
-
-
-@compiled
-def to_schedule(state: State) -> np.ndarray:
-    """The nodes in order, without the sentinel."""
-    schedule = np.empty(state.number[LENGTH] - 1, np.int64)
-    for position in range(len(schedule)):
-        schedule[position] = state.event[state.at[position], NODE]
-    return schedule
 
 
 @compiled
@@ -197,7 +216,10 @@ def is_alone(state: State, event: int) -> bool:
 
 @compiled
 def last_reader(tables: Tables, state: State, copy: int, leaving: int) -> int:
-    """The last event that reads a copy, ``leaving`` not counted; itself if none."""
+    """The last event that reads a copy, ``leaving`` not counted; itself if none.
+
+    Where no event is leaving, it is the copy, which does not read itself.
+    """
     node, found = state.event[copy, NODE], state.event[copy, POSITION]
     after = state.event[copy, LATER]
     stop = state.number[LENGTH] if after == NONE else state.event[after, POSITION]
@@ -245,7 +267,7 @@ def detach(tables: Tables, state: State, event: int) -> None:
     _delete_slot(state, event)
 
 
-@compiled
+@part_of_caller
 def move(tables: Tables, state: State, event: int, position: int) -> bool:
     """Moves an event to a position, counted without the event.
 
@@ -311,10 +333,10 @@ def _settle(tables: Tables, state: State, event: int) -> None:
     before = state.event[event, EARLIER]
     last = event
     if before == NONE:
-        last = last_reader(tables, state, event, NONE)
+        last = last_reader(tables, state, event, event)
     elif state.event[state.event[before, LAST_USE], POSITION] > position:
         last = state.event[before, LAST_USE]
-        _set_last_use(tables, state, before, last_reader(tables, state, before, NONE))
+        _set_last_use(tables, state, before, last_reader(tables, state, before, before))
     # Its copy starts as one that nothing reads.
     _log(state, _LAST_USE, event, state.event[event, LAST_USE], 0)
     state.event[event, LAST_USE] = event
@@ -417,10 +439,6 @@ def _add(state: State, start: int, stop: int, size: int) -> None:
 @compiled
 def _held_before(tables: Tables, state: State, position: int) -> int:
     """Bytes of the copies held across the point just before a position."""
-    if position == state.number[LENGTH]:
-        # Only while a state is filled: what was appended so far has no later
-        # use yet, so nothing is held.
-        return 0
     event = state.at[position]
     node = state.event[event, NODE]
     held = state.held[position] - tables.node[node, WORK] - tables.node[node, SIZE]

@@ -49,6 +49,7 @@ CLOSE_GAP = 1e-4
 """A gap, as a fraction of the overhead, at which a solve ends: more time is not worth it."""
 
 _TICK = 0.05  # seconds between looks at the method
+_LOADING = 1.0  # seconds that annealing may take to load
 
 
 def load_method(name: str) -> Method:
@@ -91,6 +92,9 @@ def solve(
         of the given order, or text such as "4GiB" or "50%".
       solver: a name in ``METHODS``.
       time_limit: seconds, kept within 10 %; None for ``default_time_limit``.
+        The first solve after an install compiles for some ten seconds (see
+        ``compiling``): this extends the default, and a limit only while no
+        schedule within the budget is known.
       max_overhead: largest allowed overhead as a fraction (0.3 is 30 %).
       minimize: "cost" for the cheapest schedule within the budget; "peak" for
         the one with the least peak within ``budget`` and ``max_overhead``.
@@ -122,6 +126,7 @@ def solve(
       (0, 1, 2, 0, 3)
     """
     method = load_method(solver)
+    limited = time_limit is not None
     if time_limit is None:
         time_limit = default_time_limit(graph)
     if not 0 < time_limit < math.inf:
@@ -137,7 +142,12 @@ def solve(
     if seed < 0:
         raise ValueError(f"seed is {seed}; it must be 0 or more")
     judge = _Judge(solver)
-    monitor = Monitor(time_limit, judge.schedule, judge.bound)
+    monitor = Monitor(
+        time_limit,
+        judge.schedule,
+        judge.bound,
+        may_extend=lambda: judge.may_extend(limited),
+    )
     given = tuple(range(len(graph)))
     problem = Problem(
         graph=graph,
@@ -288,6 +298,10 @@ class _Judge:
                 self.changes += 1
                 self._stop_if_done()
 
+    def may_extend(self, limited: bool) -> bool:
+        """Whether the solve may wait for code that is compiled once."""
+        return self.problem.budget >= self.floor and not (limited and self._best is not None)
+
     def _proven(self) -> bool:
         """Whether nothing better than the best schedule exists."""
         if self.problem.budget < self.floor:  # then the least feasible budget is looked for
@@ -358,11 +372,6 @@ class _Judge:
             )
 
 
-def _least_peak_seconds(graph: Graph) -> float:
-    """Spent on "what would be feasible?" once a budget is not."""
-    return min(2.0, 0.02 * len(graph))
-
-
 def _least_peak(problem: Problem, monitor: Monitor) -> Outcome:
     """Looks for the least feasible budget, whatever the overhead."""
     anything = replace(
@@ -370,9 +379,14 @@ def _least_peak(problem: Problem, monitor: Monitor) -> Outcome:
         budget=simulate(problem.graph, range(len(problem.graph))).peak,
         minimize="peak",
         max_overhead=None,
-        options={"seconds": _least_peak_seconds(problem.graph)},
+        options={},
     )
-    load_method("anneal")(anything, monitor)  # proposes as it goes
+    seconds = min(2.0, 0.02 * len(problem.graph))
+    monitor = monitor.part(seconds + _LOADING)
+    # They propose as they go.
+    for method in ("checkpoint_all", "chen_greedy"):
+        load_method(method)(anything, monitor)
+    load_method("anneal")(replace(anything, options={"seconds": seconds}), monitor)
     return Outcome(None, infeasible=True)
 
 

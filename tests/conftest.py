@@ -1,8 +1,11 @@
-"""Measured costs go to a folder of the test run's own, not to the user's."""
+"""What all tests share: costs measured go to a folder of their own; annealing is compiled."""
 
 from __future__ import annotations
 
 import pytest
+
+from remat.solvers.compiling import load
+from remat.solvers.method import Monitor
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -10,3 +13,9 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("REMAT_CACHE", str(tmp_path_factory.mktemp("costs")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled() -> None:
+    """Annealing is compiled before the first test: no test's time limit meets that."""
+    load(Monitor())

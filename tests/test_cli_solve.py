@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,14 @@ from remat.solvers import Plan, load_graph, save_graph
 REMAT = [sys.executable, "-m", "remat"]
 
 
-def remat(*arguments: object, status: int = 0) -> subprocess.CompletedProcess[str]:
+def remat(
+    *arguments: object, status: int = 0, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Runs the command and checks its exit status."""
-    done = subprocess.run([*REMAT, *map(str, arguments)], capture_output=True, text=True)
+    command = [*REMAT, *map(str, arguments)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **(env or {})}
+    )
     assert done.returncode == status, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done
@@ -103,7 +109,7 @@ def test_the_log_is_one_json_object_a_line(hard: Path, tmp_path: Path) -> None:
     assert len(lines) >= 2
     for line in lines:
         assert {"seconds", "status", "overhead", "gap", "cost", "lower_bound", "peak", "budget",
-                "least_budget", "floor"} == set(line)  # fmt: skip
+                "least_budget", "floor", "message"} == set(line)  # fmt: skip
     seconds = [line["seconds"] for line in lines]
     assert seconds == sorted(seconds)
     plan = Plan.load(tmp_path / "plan.json", load_graph(hard))
@@ -117,6 +123,24 @@ def test_least_peak_within_an_overhead(chain: Path, tmp_path: Path) -> None:
     loaded = Plan.load(plan, load_graph(chain))
     assert loaded.overhead <= 0.25
     assert loaded.peak < plain_peak(load_graph(chain))
+
+
+def test_a_first_solve_does_not_wait_for_what_it_can_do_without(
+    chain: Path, hard: Path, tmp_path: Path
+) -> None:
+    compiled = tmp_path / "compiled"
+    fresh = {"NUMBA_CACHE_DIR": str(compiled)}
+    assert "proven optimal" in remat("solve", chain, "--budget", "60%", env=fresh).stdout
+    assert not list(compiled.rglob("*.nbi"))
+    # A limit is kept where there is a plan: heuristics find one.  Compiling goes on.
+    limited = ("solve", hard, "--budget", "100%", "--minimize", "peak", "--max-overhead", "10",
+               "--time-limit", "2", "-o", tmp_path / "plan.json")  # fmt: skip
+    assert "compiled once after an install" in remat(*limited, env=fresh).stdout
+    left = Plan.load(tmp_path / "plan.json", load_graph(hard))
+    while not list(compiled.rglob("*.nbi")):
+        time.sleep(0.1)
+    assert "compiled once" not in remat(*limited, env=fresh).stdout
+    assert Plan.load(tmp_path / "plan.json", load_graph(hard)).peak < left.peak
 
 
 def start(hard: Path, plan: Path) -> subprocess.Popen[str]:
