@@ -52,6 +52,12 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         default="auto",
         help="where costs come from: auto (measure here), a device such as h200, or a CSV table",
     )
+    parser.add_argument(
+        "--ungrouped",
+        action="store_true",
+        help="a node for each operation, to see what grouping costs; plans for such a graph "
+        "can be looked at, but not run",
+    )
     parser.add_argument("-o", "--output", required=True, type=Path, metavar="GRAPH.json")
     parser.set_defaults(run=run)
 
@@ -66,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     import tensorflow as tf
 
     from .compile import one_step_of
+    from .extract import extract
     from .planning import pool_of, prepare, read
     from .solvers.budget import format_bytes
     from .solvers.graph import save_graph
@@ -89,6 +96,16 @@ def run(arguments: argparse.Namespace) -> int:
             progress=say.line,
         )
     graph = prepared.extraction.graph
+    if arguments.ungrouped:
+        graph = extract(
+            program,
+            prepared.prices.seconds,
+            prepared.prices.workspace,
+            plain_peak=prepared.plain.requested_peak,
+            resident=graph.resident,
+            name=f"{model.name}, ungrouped",
+            grouped=False,
+        ).graph
     save_graph(graph, arguments.output)
     print(f"{len(program.ops)} operations became {len(graph)} nodes")
     print(f"plain step: {format_bytes(prepared.plain.peak)} predicted at its peak,")

@@ -70,6 +70,7 @@ def extract(
     plain_peak: int,
     resident: int,
     name: str = "step",
+    grouped: bool = True,
 ) -> Extraction:
     """Groups a program into a solver's graph.
 
@@ -80,10 +81,12 @@ def extract(
       plain_peak: bytes of the plain step's peak, which sets what is large.
       resident: bytes held throughout the step.
       name: the graph's name.
+      grouped: False for a node for each operation that computes anything, to
+        see what grouping costs.
     """
-    threshold = _threshold(program, plain_peak)
+    threshold = _threshold(program, plain_peak) if grouped else 0
     heavy = _Heavy(program, threshold)
-    groups = _merge(program, heavy)
+    groups = _merge(program, heavy) if grouped else [[index] for index in heavy.reads]
     return _build(program, heavy, groups, seconds, workspace, threshold, resident, name)
 
 
