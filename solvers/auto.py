@@ -4,9 +4,9 @@ The last worker begins with the schedules of the checkpointing heuristics
 (``feng_huang``, ``chen_greedy``, ``griewank``): there is a plan within a
 moment, and on thousands of nodes a start that annealing alone would not reach.
 The first worker proves: the gap-cover bound (``gap_cover``), whose solution is
-a good start on training graphs of any size; then, unless the graph is large,
-the program over moments (``moments``), whose solutions, even those above the
-budget, are the best starts there are: a cool annealing makes them fit.
+a good start on training graphs of any size; then the program over moments
+(``moments``), whose solutions, even those above the budget, are the best starts
+there are: a cool annealing makes them fit.
 Otherwise workers anneal: the latest such suggestion, again and again with other
 seeds, and in between the best so far; where there is no suggestion, the given
 order.  ``solve`` stops the method once the best schedule meets the bound.  A
@@ -41,11 +41,12 @@ _COLD_START, _REHEAT, _POLISH = 0.3, 0.1, 0.03
 _ROUND = 0.2  # share of the time limit that one annealing takes, at least
 _SHORT = 0.04  # the same once there is something to polish: more seeds find more than more moves
 _WHOLE = 10_000  # nodes of a graph on which one annealing takes all the time
+_LONG = 40_000  # the same for one that only polishes
 _EARLY = 0.15  # share of the time that each heuristic may take
 _SHARE = 0.4  # of the time for proofs, if it is one worker's only, or they promise little
 _HOPEFUL_SHARE = 0.85  # of the time for proofs otherwise
 _DENSE = 50_000  # edges beyond which a program takes longer to build than it is worth
-_LARGE = 2000  # nodes from which on neither refining nor a cold start pays
+_LARGE = 2000  # nodes from which on a cold start does not pay
 
 
 def auto(problem: Problem, monitor: Monitor) -> Outcome:
@@ -98,14 +99,13 @@ def _prove(board: _Board) -> None:
         board.offer(start, REPAIR)
     else:
         start = tuple(range(len(problem.graph)))
-    if len(problem.graph) < _LARGE:
-        refine(
-            problem,
-            monitor,
-            start,
-            lambda schedule: board.offer(schedule, _POLISH),
-            until - monitor.elapsed(),
-        )
+    refine(
+        problem,
+        monitor,
+        start,
+        lambda schedule: board.offer(schedule, _POLISH),
+        until - monitor.elapsed(),
+    )
 
 
 class _Board:
@@ -121,7 +121,7 @@ class _Board:
         self._fresh = False
         share = max(_ROUND, len(problem.graph) / _WHOLE)
         self._round = max(0.3, share * monitor.remaining())
-        self._short = _SHORT * monitor.remaining()
+        self._short = max(_SHORT, len(problem.graph) / _LONG) * monitor.remaining()
         self._lock = threading.Lock()
 
     def offer(self, schedule: Schedule, hot: float) -> None:
@@ -138,11 +138,12 @@ class _Board:
         """One annealing; what it finds goes on the board."""
         with self._lock:
             start, hot = self._start
-            again = turn % 2 == 0 and len(self.problem.graph) < _LARGE
+            suggested = self._start[1] == _POLISH
+            again = turn % 2 == 0 and (suggested or len(self.problem.graph) < _LARGE)
             if not (self._fresh or again or self._best is None):
                 start, hot = self._best, _REHEAT
             self._fresh = False
-            seconds = self._short if self._start[1] == _POLISH else self._round
+            seconds = self._short if suggested else self._round
         found = anneal_once(self.problem, self.monitor, start, seed, hot, seconds)
         if found is not None:
             self.offer(found, hot)
