@@ -38,6 +38,7 @@ _HEURISTICS = (feng_huang, chen_greedy, griewank)
 # First temperatures: from the given order, the best so far, what the moments suggest
 # (closer to what fits than what the gap cover does: more heat would only undo it).
 _COLD_START, _REHEAT, _POLISH = 0.3, 0.1, 0.03
+_NEAR = 1.02  # times the budget: what has at most this peak needs polishing only
 _ROUND = 0.2  # share of the time limit that one annealing takes, at least
 _SHORT = 0.04  # the same once there is something to polish: more seeds find more than more moves
 _WHOLE = 10_000  # nodes of a graph on which one annealing takes all the time
@@ -119,18 +120,27 @@ class _Board:
         # What to try every other time, and its first temperature; whether it is yet untried.
         self._start: tuple[Schedule, float] = tuple(range(len(problem.graph))), _COLD_START
         self._fresh = False
+        self._start_cost = problem.graph.cost
         share = max(_ROUND, len(problem.graph) / _WHOLE)
         self._round = max(0.3, share * monitor.remaining())
         self._short = max(_SHORT, len(problem.graph) / _LONG) * monitor.remaining()
         self._lock = threading.Lock()
 
     def offer(self, schedule: Schedule, hot: float) -> None:
-        """Leaves a schedule; if it is above the budget, to be annealed from a temperature."""
+        """Leaves a schedule; if it is above the budget, to be annealed from a temperature.
+
+        Then it is the optimum of a program that sees a part of the memory: the dearer, the
+        more it sees.  A cheaper one does not take its place.
+        """
         self.monitor.found(schedule)
         truth = simulate(self.problem.graph, schedule)
         with self._lock:
             if truth.peak > self.problem.budget:
-                self._start, self._fresh = (schedule, hot), True
+                if truth.cost >= self._start_cost:
+                    if truth.peak <= _NEAR * self.problem.budget:
+                        hot = _POLISH
+                    self._start, self._fresh = (schedule, hot), True
+                    self._start_cost = truth.cost
             elif truth.cost < self._cost:
                 self._best, self._cost = schedule, truth.cost
 
