@@ -30,6 +30,7 @@ setup(
     extras_require={
         "moccasin": ["ortools>=9.10"],
         "cluster": ["distributed>=2024.1"],
+        "experiments": ["scikit-learn>=1.4"],
         "test": [
             "pytest>=8",
             "pytest-timeout>=2.3",

@@ -14,10 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from remat.solvers.graph import write_json
+
+_SEARCHES = 6  # budgets tried, at most, for one that is feasible
+_STEP = 1.03  # upwards
 _REPOSITORY = Path(__file__).parent.parent
 
 
@@ -27,8 +31,8 @@ class Task:
 
     Attributes:
       kind: name of a function in the module's ``KINDS``.
-      model: name of a case in ``experiments.models.CASES`` (or in
-        ``keras.applications``, for ``experiments.zoo_child``).
+      model: name of a case in ``experiments.models.CASES`` (or of what the
+        module at hand has instead, such as ``keras.applications``).
       steps: training steps.
       budget: bytes, where there is a budget.
       limit_mib: hard limit of TensorFlow's allocator in MiB, if any.
@@ -48,6 +52,54 @@ class Task:
     weights: str | None = None
     exact: bool = False
     repeat: int = 0
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs tasks, or reads what they gave when they ran before.
+
+    Attributes:
+      folder: where results and logs are kept; delete one to have it again.
+      module: what runs the tasks; see ``run``.
+      timeout: seconds for each.
+    """
+
+    folder: Path
+    module: str
+    timeout: float
+
+    def result(self, task: Task) -> dict[str, Any]:
+        """What ``run`` gives, or gave."""
+        for name in ("results", "logs"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        name = f"{task.model}-{task.kind}" + ("" if task.budget is None else f"-{task.budget}")
+        file = self.folder / "results" / f"{name}.json"
+        if not file.exists():
+            print(f"  {name} ...", end=" ", flush=True)
+            log = self.folder / "logs" / f"{name}.log"
+            found = run(task, timeout=self.timeout, log=log, module=self.module)
+            print(f"{found['status']}, {found['seconds']:.0f} s", flush=True)
+            write_json({**found, "task": asdict(task)}, file)
+        return json.loads(file.read_text(encoding="utf-8"))
+
+    def within(self, task: Task, ceiling: int) -> tuple[int, dict[str, Any]]:
+        """The result within the task's budget, or the least found to work above it.
+
+        Args:
+          task: says ``least_budget`` (bytes) where its budget is "infeasible".
+          ceiling: bytes above which that is not believed.
+
+        Returns:
+          The budget in bytes, and what the task gave.
+        """
+        assert task.budget is not None
+        budget = task.budget
+        for _ in range(_SEARCHES):
+            found = self.result(replace(task, budget=budget))
+            if found["status"] != "infeasible":
+                break
+            budget = max(int(budget * _STEP), min(found["least_budget"], ceiling))
+        return budget, found
 
 
 def run(

@@ -16,15 +16,12 @@ bit.  Results that are there are not measured again.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from remat.solvers.graph import write_json
-
-from .process import Task, run
+from .process import Runner, Task
 from .tables import write_csv
 
 MODELS = (
@@ -41,8 +38,6 @@ OTHERS = ("scope_full", "scope_activations", "scope_larger_than", "recompute_gra
 
 _SHARE = 0.6  # of the plain peak
 _TIMEOUT = 3600.0  # seconds
-_SEARCHES = 5  # budgets tried, at most, if that share is infeasible
-_STEP = 1.03  # upwards
 _MIB = 2**20
 
 
@@ -92,11 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("out/zoo"), metavar="DIR")
     asked = parser.parse_args(arguments)
-    for name in ("results", "logs"):
-        (asked.out / name).mkdir(parents=True, exist_ok=True)
+    runner = Runner(asked.out, "experiments.zoo_child", _TIMEOUT)
     rows: list[Row] = []
     for model in asked.models:
-        rows += _rows(model, asked.others, asked.out)
+        rows += _rows(model, asked.others, runner)
         write_csv([asdict(row) for row in rows], asked.out / "table.csv")
         print(table(rows[-2 - len(asked.others) :]), flush=True)
     ours = [row for row in rows if row.way == "budgeted"]
@@ -108,20 +102,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if wrong or over or broken else 0
 
 
-def _rows(model: str, others: Sequence[str], folder: Path) -> list[Row]:
-    plain = _result(Task("plain", model, exact=True), folder)
+def _rows(model: str, others: Sequence[str], runner: Runner) -> list[Row]:
+    plain = runner.result(Task("plain", model, exact=True))
     rows = [_row(model, "plain", plain, plain, None)]
     if plain["status"] != "done":
         return rows
-    budget = int(_SHARE * plain["peak"])
-    for _ in range(_SEARCHES):
-        found = _result(Task("budgeted", model, budget=budget, exact=True), folder)
-        if found["status"] != "infeasible":
-            break
-        budget = max(int(budget * _STEP), min(found["least_budget"], plain["peak"]))
+    budget, found = runner.within(
+        Task("budgeted", model, budget=int(_SHARE * plain["peak"]), exact=True), plain["peak"]
+    )
     rows.append(_row(model, "budgeted", found, plain, budget))
     for way in others:
-        rows.append(_row(model, way, _result(Task(way, model, exact=True), folder), plain, None))
+        rows.append(_row(model, way, runner.result(Task(way, model, exact=True)), plain, None))
     return rows
 
 
@@ -145,19 +136,6 @@ def _row(
         compile_seconds=found["first_seconds"] - plain["first_seconds"],
         recomputations=found.get("recomputations"),
     )
-
-
-def _result(task: Task, folder: Path) -> dict[str, Any]:
-    """What the task gives, or gave when it ran before."""
-    name = f"{task.model}-{task.kind}" + ("" if task.budget is None else f"-{task.budget}")
-    file = folder / "results" / f"{name}.json"
-    if not file.exists():
-        print(f"  {name} ...", end=" ", flush=True)
-        log = folder / "logs" / f"{name}.log"
-        result = run(task, timeout=_TIMEOUT, log=log, module="experiments.zoo_child")
-        print(f"{result['status']}, {result['seconds']:.0f} s", flush=True)
-        write_json({**result, "task": asdict(task)}, file)
-    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def table(rows: Sequence[Row]) -> str:

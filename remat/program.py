@@ -9,6 +9,7 @@ that order effects.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -284,6 +285,7 @@ def build(trace: Trace) -> Program:
     ops: list[Op] = []
     nodes: list[node_def_pb2.NodeDef] = []
     values: dict[str, Tensor] = {}  # tensor name -> where its value comes from
+    shapes: dict[str, tuple[int, ...]] = {}  # tensor name -> its shape, or the largest it may have
     numbers: dict[str, int] = {}  # operation name -> index of its Op
     # Effects that come before an operation by way of operations without
     # effects of their own: these pass the obligation on to whoever uses them.
@@ -329,20 +331,24 @@ def build(trace: Trace) -> Program:
         if operation.type in _IDENTITIES:
             for tensor, source in zip(operation.outputs, operation.inputs, strict=True):
                 values[tensor.name] = values[source.name]
+                shapes[tensor.name] = shapes[source.name]
             continue
         if kind is Kind.PURE and (folded := _fold(operation)) is not None:
             for tensor, array in zip(operation.outputs, folded, strict=True):
                 node = _constant(f"{name}/{tensor.value_index}", array)
                 values[tensor.name] = (add(_op(array, node.name), node), 0)
+                shapes[tensor.name] = array.shape
             continue
         for tensor in operation.outputs:
-            if tensor.dtype not in (tf.resource, tf.variant) and (
-                not tensor.shape.is_fully_defined()
-            ):
+            shape = _shape(tensor)
+            if shape is None:
+                shape, kind = _largest(operation, tensor, shapes), Kind.ONCE
+            if shape is None:
                 raise TraceError(
                     f"the value {tensor.name} ({operation.type}) has the shape {tensor.shape}; "
                     "remat needs every shape to be known when the step is traced"
                 )
+            shapes[tensor.name] = shape
         numbers[name] = add(
             Op(
                 name=name,
@@ -350,8 +356,8 @@ def build(trace: Trace) -> Program:
                 kind=kind,
                 inputs=tuple(values[tensor.name] for tensor in operation.inputs),
                 controls=tuple(sorted(set(controls))),
-                bytes=tuple(_bytes(tensor) for tensor in operation.outputs),
-                shapes=tuple(_shape(tensor) for tensor in operation.outputs),
+                bytes=tuple(_bytes(tensor, shapes[tensor.name]) for tensor in operation.outputs),
+                shapes=tuple(shapes[tensor.name] for tensor in operation.outputs),
                 dtypes=tuple(tensor.dtype for tensor in operation.outputs),
                 forwards=_forwards(operation, kind),
             ),
@@ -457,17 +463,17 @@ def _fold(operation: tf.Operation) -> list[np.ndarray] | None:
     if not operation.outputs:
         return None
     if operation.type == "BroadcastGradientArgs":
-        shapes = [tensor_util.constant_value(tensor) for tensor in operation.inputs]
-        if any(shape is None for shape in shapes):
+        shapes = [tensor_util.constant_value_as_shape(tensor) for tensor in operation.inputs]
+        if not all(shape.is_fully_defined() for shape in shapes):
             return None
         with tf.init_scope():  # not in a graph: this is arithmetic
-            axes = tf.raw_ops.BroadcastGradientArgs(s0=shapes[0], s1=shapes[1])
+            axes = tf.raw_ops.BroadcastGradientArgs(s0=list(shapes[0]), s1=list(shapes[1]))
         return [np.asarray(each) for each in axes]
     arrays = []
     for position, tensor in enumerate(operation.outputs):
         if tensor.dtype not in (tf.int32, tf.int64) or not tensor.shape.is_fully_defined():
             return None
-        if _bytes(tensor) > _SMALL_CONSTANT:
+        if _bytes(tensor, tuple(tensor.shape)) > _SMALL_CONSTANT:
             return None
         if operation.type in ("Shape", "ShapeN"):
             shape = operation.inputs[position].shape
@@ -500,11 +506,33 @@ def _op(array: np.ndarray, name: str) -> Op:
     )
 
 
-def _shape(tensor: tf.Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape) if tensor.shape.is_fully_defined() else ()
+def _shape(tensor: tf.Tensor) -> tuple[int, ...] | None:
+    """The shape, if it is known; that of a handle does not matter."""
+    if tensor.dtype in (tf.resource, tf.variant):
+        return ()
+    return tuple(tensor.shape) if tensor.shape.is_fully_defined() else None
 
 
-def _bytes(tensor: tf.Tensor) -> int:
+def _largest(
+    operation: tf.Operation, tensor: tf.Tensor, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[int, ...] | None:
+    """The largest shape of a value whose first dimension only the run knows, or None.
+
+    So it is with sparse gradients in some optimizers: a branch adds rows to
+    them.  The rows of all that the branch reads are taken for the most.
+    """
+    if tensor.shape.rank is None or not tensor.shape[1:].is_fully_defined():
+        return None
+    read = [shapes[source.name] for source in operation.inputs]
+    if operation.type in ("If", "StatelessIf"):
+        return (sum(shape[0] for shape in read if shape), *tensor.shape[1:])
+    open_ones = [
+        shape[0] for shape, t in zip(read, operation.inputs, strict=True) if _shape(t) is None
+    ]
+    return (max(open_ones), *tensor.shape[1:]) if open_ones else None
+
+
+def _bytes(tensor: tf.Tensor, shape: tuple[int, ...]) -> int:
     if tensor.dtype in (tf.resource, tf.variant, tf.string):
         return 0
-    return int(np.prod(_shape(tensor), dtype=np.int64)) * tensor.dtype.size
+    return math.prod(shape) * tensor.dtype.size

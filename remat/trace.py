@@ -19,7 +19,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2, types_pb2
 from tensorflow.core.protobuf import config_pb2, meta_graph_pb2
 from tensorflow.python.eager import context
-from tensorflow.python.framework import kernels
+from tensorflow.python.framework import function_def_to_graph, kernels
 from tensorflow.python.grappler import tf_optimizer
 
 from .executor import execution_order
@@ -27,7 +27,8 @@ from .executor import execution_order
 _HANDLE = "/remat_handle"  # suffix of the stand-in for an argument's variable
 _SHAPES = "_output_shapes"  # TensorFlow's own name
 # Only Python knows the shapes of these, and Grappler forgets them.
-_UNINFERABLE = ("EagerPyFunc", "PyFunc", "PartitionedCall", "StatefulPartitionedCall")
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+_UNINFERABLE = ("EagerPyFunc", "PyFunc", *_CALLS)
 _numbers = itertools.count()
 
 
@@ -107,6 +108,7 @@ def trace(
             values.append(placeholder)
     for tensor in values:
         _describe_value(graph_def, nodes[tensor.op.name], tensor.shape)
+    _describe_gradients(source, nodes)
     keep = [tensor.op.name for tensor in source.inputs]
     outputs = [tensor.name for tensor in source.outputs]
     targets = [op.name for op in source.control_outputs]
@@ -122,12 +124,9 @@ def trace(
     _bypass_loops(optimised)
     _rename_functions(optimised)
 
-    graph = tf.Graph()
-    with graph.as_default():
-        tf.graph_util.import_graph_def(optimised, name="")
     return Trace(
         graph_def=optimised,
-        graph=graph,
+        graph=_imported(optimised),
         inputs=tuple(tensor.op.name for tensor in arguments),
         captures=tuple((inner.op.name, external) for external, inner in captured),
         outputs=tuple(outputs),
@@ -135,6 +134,37 @@ def trace(
         structured_outputs=plain.structured_outputs,
         plain=plain,
     )
+
+
+def _imported(graph_def: graph_pb2.GraphDef) -> tf.Graph:
+    """The graph with shapes, those of what functions return included."""
+    library = {function.signature.name: function for function in graph_def.library.function}
+    nodes = {node.name: node for node in graph_def.node}
+    while True:
+        graph = tf.Graph()
+        with graph.as_default():
+            tf.graph_util.import_graph_def(graph_def, name="")
+        found = False
+        for operation in graph.get_operations():
+            if operation.type not in _CALLS or _static(operation.outputs):
+                continue
+            if not _static(operation.inputs):
+                continue
+            body = function_def_to_graph.function_def_to_graph(
+                library[operation.get_attr("f").name],
+                input_shapes=[tensor.shape for tensor in operation.inputs],
+            )
+            if _static(body.outputs):
+                shapes = nodes[operation.name].attr[_SHAPES].list.shape
+                del shapes[:]
+                shapes.extend(tensor.shape.as_proto() for tensor in body.outputs)
+                found = True
+        if not found:
+            return graph
+
+
+def _static(tensors: Sequence[tf.Tensor]) -> bool:
+    return all(tensor.shape.is_fully_defined() for tensor in tensors)
 
 
 def _describe_variable(node: Any, external: tf.Tensor) -> None:
@@ -172,6 +202,26 @@ def _describe_value(
     node.input.append(handle.name)
     node.attr.clear()
     node.attr["dtype"].type = dtype
+
+
+def _describe_gradients(graph: tf.Graph, nodes: dict[str, node_def_pb2.NodeDef]) -> None:
+    """Gives gradients of Python functions the shapes of what they are the gradients of.
+
+    TensorFlow runs the gradient of a ``tf.py_function`` as one, after it and
+    under its name, and says nothing of shapes.
+    """
+    for operation in graph.get_operations():
+        if operation.type != "EagerPyFunc":
+            continue
+        for forward in operation.control_inputs:
+            if (
+                forward.type == "EagerPyFunc"
+                and operation.name.startswith(f"gradient_tape/{forward.name}")
+                and [t.dtype for t in operation.outputs] == [t.dtype for t in forward.inputs]
+            ):
+                shapes = [tensor.shape.as_proto() for tensor in forward.inputs]
+                del nodes[operation.name].attr[_SHAPES].list.shape[:]
+                nodes[operation.name].attr[_SHAPES].list.shape.extend(shapes)
 
 
 def _restore_value(node: node_def_pb2.NodeDef, shape: tf.TensorShape) -> None:

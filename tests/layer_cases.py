@@ -242,6 +242,15 @@ class Python(layers.Layer):
         return halved(x)
 
 
+class Differentiated(layers.Layer):
+    """A Python function that TensorFlow differentiates by running it."""
+
+    def call(self, x: Any) -> Any:
+        y = tf.py_function(tf.sin, [x], x.dtype)
+        y.set_shape(x.shape)
+        return y
+
+
 class Penalised(layers.Layer):
     """Adds a loss of its own."""
 
@@ -409,6 +418,11 @@ CASES = {
         build=sequence(lambda: layers.Dense(64, activation="relu"), lambda: layers.Conv1D(64, 3)),
         inputs=(12,), tokens=50,
     ),
+    "sparse gradients that grow": Case(
+        recomputes=False,
+        build=sequence(lambda: layers.Dense(64, activation="relu")),
+        inputs=(12,), tokens=50, compiled=optimizer(lambda: optimizers.RMSprop(1e-2)),
+    ),
     "attention": Case(attention, inputs=(24, 32)),
     "a captured tensor": Case(captured, inputs=(24, 32)),
     "convolutions": Case(
@@ -422,6 +436,7 @@ CASES = {
         )
     ),
     "Lambda": Case(stack(lambda: layers.Lambda(lambda x: tf.nn.l2_normalize(x, -1) * 2))),
+    "gradients through py_function": Case(stack(Differentiated), recomputes=False),
     "py_function": Case(stack(Python), recomputes=False),
     "cond, while_loop and map_fn": Case(stack(Control), recomputes=False),
     "regularizers and add_loss": Case(regularized),
