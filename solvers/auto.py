@@ -38,14 +38,17 @@ _HEURISTICS = (feng_huang, chen_greedy, griewank)
 # First temperatures: from the given order, the best so far, what the moments suggest
 # (closer to what fits than what the gap cover does: more heat would only undo it).
 _COLD_START, _REHEAT, _POLISH = 0.3, 0.1, 0.03
-_NEAR = 1.02  # times the budget: what has at most this peak needs polishing only
+# Times the budget: up to here a start needs polishing only, from here on that is in vain.
+_NEAR, _FAR = 1.02, 1.3
 _ROUND = 0.2  # share of the time limit that one annealing takes, at least
 _SHORT = 0.04  # the same once there is something to polish: more seeds find more than more moves
-_WHOLE = 10_000  # nodes of a graph on which one annealing takes all the time
-_LONG = 40_000  # the same for one that only polishes
+# Nodes of a graph on which one annealing takes all the time: in general; where nothing will
+# be suggested; of one that polishes.
+_WHOLE, _WHOLE_HOPELESS, _WHOLE_POLISH = 10_000, 1000, 40_000
 _EARLY = 0.15  # share of the time that each heuristic may take
-_SHARE = 0.4  # of the time for proofs, if it is one worker's only, or they promise little
-_HOPEFUL_SHARE = 0.85  # of the time for proofs otherwise
+_SHARE = 0.4  # of the time for proofs, if there is one worker only
+_HOPEFUL_SHARE = 0.85  # of one worker's time for proofs, if there are more
+_HOPELESS_SHARE = 0.25  # if they promise little
 _DENSE = 50_000  # edges beyond which a program takes longer to build than it is worth
 _LARGE = 2000  # nodes from which on a cold start does not pay
 
@@ -77,7 +80,7 @@ def _work(board: _Board, worker: int) -> None:
 
 def _begin(board: _Board) -> None:
     for method in _HEURISTICS:
-        if board.monitor.should_stop():
+        if board.monitor.should_stop() or not board.hopeful:
             return
         seconds = _EARLY * board.monitor.remaining()
         found = method(board.problem, board.monitor.part(seconds)).schedule
@@ -94,7 +97,9 @@ def _prove(board: _Board) -> None:
     monitor.bounded(bound)
     # Where the gap cover proves nothing (random graphs), little more will be proven.
     hopeful = bound > problem.graph.cost * (1 + 1e-9)
-    share = _HOPEFUL_SHARE if hopeful and problem.workers > 1 else _SHARE
+    share = _SHARE if problem.workers == 1 else _HOPEFUL_SHARE
+    if not hopeful:
+        share, board.hopeful = _HOPELESS_SHARE, False
     until = began + share * left
     if start is not None:
         board.offer(start, REPAIR)
@@ -121,9 +126,11 @@ class _Board:
         self._start: tuple[Schedule, float] = tuple(range(len(problem.graph))), _COLD_START
         self._fresh = False
         self._start_cost = problem.graph.cost
-        share = max(_ROUND, len(problem.graph) / _WHOLE)
-        self._round = max(0.3, share * monitor.remaining())
-        self._short = max(_SHORT, len(problem.graph) / _LONG) * monitor.remaining()
+        self.hopeful = True  # that proofs will suggest something
+        seconds, count = monitor.remaining(), len(problem.graph)
+        self._round = max(0.3, max(_ROUND, count / _WHOLE) * seconds)
+        self._long = max(0.3, max(_ROUND, count / _WHOLE_HOPELESS) * seconds)
+        self._short = max(_SHORT, count / _WHOLE_POLISH) * seconds
         self._lock = threading.Lock()
 
     def offer(self, schedule: Schedule, hot: float) -> None:
@@ -136,7 +143,8 @@ class _Board:
         truth = simulate(self.problem.graph, schedule)
         with self._lock:
             if truth.peak > self.problem.budget:
-                if truth.cost >= self._start_cost:
+                far = hot == _POLISH and truth.peak > _FAR * self.problem.budget
+                if truth.cost >= self._start_cost and not far:
                     if truth.peak <= _NEAR * self.problem.budget:
                         hot = _POLISH
                     self._start, self._fresh = (schedule, hot), True
@@ -148,12 +156,13 @@ class _Board:
         """One annealing; what it finds goes on the board."""
         with self._lock:
             start, hot = self._start
-            suggested = self._start[1] == _POLISH
-            again = turn % 2 == 0 and (suggested or len(self.problem.graph) < _LARGE)
+            seconds = self._round if self.hopeful else self._long
+            if hot == _POLISH:
+                seconds = self._short
+            again = turn % 2 == 0 and (hot == _POLISH or len(self.problem.graph) < _LARGE)
             if not (self._fresh or again or self._best is None):
                 start, hot = self._best, _REHEAT
             self._fresh = False
-            seconds = self._short if suggested else self._round
         found = anneal_once(self.problem, self.monitor, start, seed, hot, seconds)
         if found is not None:
             self.offer(found, hot)

@@ -31,9 +31,11 @@ _loaded = threading.Event()
 
 def load(monitor: Monitor) -> Callable[..., None] | None:
     """``moves.anneal_at``, ready to run; None if the monitor said stop before it was."""
-    while not _loading.acquire(timeout=_TICK):
-        if monitor.should_stop():
-            return None
+    while not monitor.should_stop():
+        if _loading.acquire(timeout=_TICK):
+            break
+    else:
+        return None
     try:
         from .moves import anneal_at  # numba takes a while to import, too
 
