@@ -143,6 +143,31 @@ def test_a_first_solve_does_not_wait_for_what_it_can_do_without(
     assert Plan.load(tmp_path / "plan.json", load_graph(hard)).peak < left.peak
 
 
+_SAVE_A_NETWORK = """
+import sys, keras
+layers = [keras.layers.Conv2D(8, 3, activation="relu") for _ in range(8)]
+keras.Sequential([keras.Input((48, 48, 3)), *layers, keras.layers.GlobalMaxPooling2D(),
+                  keras.layers.Dense(10, activation="softmax")]).save(sys.argv[1])
+"""
+
+
+@pytest.mark.long
+def test_a_traced_step_can_be_solved_grouped_and_operation_by_operation(tmp_path: Path) -> None:
+    network = tmp_path / "network.keras"
+    subprocess.run([sys.executable, "-c", _SAVE_A_NETWORK, network], check=True)
+    graphs = []
+    for name, options in (("grouped", ()), ("ungrouped", ("--ungrouped",))):
+        path = tmp_path / f"{name}.json"
+        remat("trace", network, "--input", "16,48,48,3", "--profile", "h200", *options, "-o", path)
+        graphs.append(load_graph(path))
+        remat("solve", path, "--budget", "80%", "-o", tmp_path / "plan.json")
+        assert Plan.load(tmp_path / "plan.json", graphs[-1]).overhead > 0
+    grouped, ungrouped = graphs
+    assert len(ungrouped) > 2 * len(grouped)
+    assert ungrouped.cost == pytest.approx(grouped.cost)
+    assert plain_peak(ungrouped) == pytest.approx(plain_peak(grouped), rel=0.05)
+
+
 def start(hard: Path, plan: Path) -> subprocess.Popen[str]:
     """A long solve that has written a plan by now."""
     command = [
