@@ -35,6 +35,7 @@ class Task:
         module at hand has instead, such as ``keras.applications``).
       steps: training steps.
       budget: bytes, where there is a budget.
+      share: of the plain peak as predicted, where the budget is one.
       limit_mib: hard limit of TensorFlow's allocator in MiB, if any.
       plan: file of the plan to write or to read.
       weights: file (npz) for the weights at the end.
@@ -47,6 +48,7 @@ class Task:
     model: str
     steps: int = 3
     budget: int | None = None
+    share: float | None = None
     limit_mib: int | None = None
     plan: str | None = None
     weights: str | None = None
@@ -72,7 +74,8 @@ class Runner:
         """What ``run`` gives, or gave."""
         for name in ("results", "logs"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        name = f"{task.model}-{task.kind}" + ("" if task.budget is None else f"-{task.budget}")
+        parts = (task.model, task.kind, task.budget, task.share)
+        name = "-".join(str(part) for part in parts if part is not None)
         file = self.folder / "results" / f"{name}.json"
         if not file.exists():
             print(f"  {name} ...", end=" ", flush=True)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2, node_def_pb2
-from tensorflow.python.framework import op_def_registry, tensor_util
+from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
+from tensorflow.python.framework import function_def_to_graph, op_def_registry, tensor_util
 
 from .trace import Trace, TraceError
 
@@ -268,6 +268,11 @@ KEPT_SCRATCH = {"MaxPool": "MaxPoolGrad", "MaxPool3D": "MaxPool3DGrad"}
 # One large output from small inputs, at the price of writing it.
 BROADCASTS = frozenset(["Tile", "BroadcastTo", "Fill"])
 
+# What makes a list, and which of its inputs is the length (-1 if that is open).
+_LISTS = {"TensorListReserve": 1, "EmptyTensorList": 1}
+# What puts something into one, and which of its inputs that is.
+_LIST_WRITES = {"TensorListSetItem": 2, "TensorListPushBack": 1}
+
 _SMALL_CONSTANT = 4096  # bytes of shape arithmetic worth folding
 
 
@@ -349,6 +354,10 @@ def build(trace: Trace) -> Program:
                     "remat needs every shape to be known when the step is traced"
                 )
             shapes[tensor.name] = shape
+        sizes = [_bytes(tensor, shapes[tensor.name]) for tensor in operation.outputs]
+        if operation.type in ("While", "StatelessWhile"):
+            for number, size in _stacks(operation, trace.graph_def.library):
+                sizes[number] = size
         numbers[name] = add(
             Op(
                 name=name,
@@ -356,7 +365,7 @@ def build(trace: Trace) -> Program:
                 kind=kind,
                 inputs=tuple(values[tensor.name] for tensor in operation.inputs),
                 controls=tuple(sorted(set(controls))),
-                bytes=tuple(_bytes(tensor, shapes[tensor.name]) for tensor in operation.outputs),
+                bytes=tuple(sizes),
                 shapes=tuple(shapes[tensor.name] for tensor in operation.outputs),
                 dtypes=tuple(tensor.dtype for tensor in operation.outputs),
                 forwards=_forwards(operation, kind),
@@ -456,6 +465,49 @@ def _forwards(operation: tf.Operation, kind: Kind) -> tuple[int, ...]:
         if operation.inputs[index].shape == output.shape
         and operation.inputs[index].dtype == output.dtype
     )
+
+
+def _stacks(
+    loop: tf.Operation, library: function_pb2.FunctionDefLibrary
+) -> Iterator[tuple[int, int]]:
+    """What a loop keeps of each of its turns, for its gradient or its result.
+
+    A value that goes into several lists is held once, and one that is the same
+    in every turn is not held by the loop.
+
+    Yields:
+      The number of a list among the loop's outputs, and the bytes of all that
+      the loop puts into it, where both the length of the list and the shape of
+      what it takes are known.
+    """
+    name = loop.get_attr("body").name
+    (definition,) = (function for function in library.function if function.signature.name == name)
+    inputs = [tensor.shape for tensor in loop.inputs]
+    body = function_def_to_graph.function_def_to_graph(definition, input_shapes=inputs)
+    returned = {
+        argument.name: _source(t) for argument, t in zip(body.inputs, body.outputs, strict=True)
+    }
+    counted = set()
+    for number, (before, after) in enumerate(zip(loop.inputs, body.outputs, strict=True)):
+        after = _source(after)
+        if before.op.type not in _LISTS or after.op.type not in _LIST_WRITES:
+            continue
+        length = tensor_util.constant_value(before.op.inputs[_LISTS[before.op.type]])
+        item = _source(after.op.inputs[_LIST_WRITES[after.op.type]])
+        item = returned.get(item.name, item)  # what the turn before has computed
+        shape = _shape(item)
+        if length is None or length < 0 or shape is None or item.name in counted:
+            continue
+        counted.add(item.name)
+        if item.op.type != "ReadVariableOp" and item.name not in returned:
+            yield number, int(length) * _bytes(item, shape)
+
+
+def _source(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor whose buffer this one shares."""
+    while tensor.op.type == "Identity" or tensor.op.type in _ALIASES:
+        tensor = tensor.op.inputs[0]
+    return tensor
 
 
 def _fold(operation: tf.Operation) -> list[np.ndarray] | None:

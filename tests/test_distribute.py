@@ -9,6 +9,8 @@ from contextlib import ExitStack
 
 from child import EXACT, run
 
+from experiments.replicas import Row, table
+
 _UNCOUNTED = {name: value for name, value in EXACT.items() if "ALLOCATOR" not in name}
 
 _PRELUDE = """
@@ -190,3 +192,15 @@ answer(
     assert "synchronized=False" in found["synchronized"][1]
     assert "remat.function" in found["own"][1]
     assert found["infeasible"][0] == "InfeasibleBudgetError"
+
+
+def test_the_table_of_replicas_hides_nothing() -> None:
+    shown = table(
+        [
+            Row("plain", "done", 2**30, 1.0, 0.0, 0.0, None, True, True),
+            Row("remat", "done", 2**29, 1.1, -0.5, 0.1, 0.08, False, False),
+            Row("broken", "failed", message="killed by SIGSEGV"),
+        ]
+    )
+    for word in ("-43 %", "-50 %", "+10 %", "NOT those of plain", "DIFFERS", "killed by SIGSEGV"):
+        assert word in shown
