@@ -11,15 +11,22 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil
 import tensorflow as tf
+from tensorflow.python.eager import context, execute
 
-from .memory import ALIGNMENT
+from .arena import ALIGNMENT, GRAIN, Layout, Pool, aligned, is_split
+
+UNWRITTEN = "_ParallelConcatStart"
+"""An operation that allocates memory and does not write to it: the first half of
+``tf.parallel_stack``, with the shape as an attribute."""
 
 _SMALLEST_CLAIM = 1 << 20  # bytes
+_TIGHT = 1.02  # times the budget: a limit up to this leaves the pool no room
 _GPU_SHARE = 0.92  # of a GPU's memory that TensorFlow takes at most, by default
 
 
@@ -88,85 +95,204 @@ class Block:
         return 0 <= _address(tensor) - self.address < self.bytes
 
 
-_claimed: dict[str, Block] = {}  # by device: a pool that may not grow is claimed once
+_claimed: set[str] = set()  # devices
 
 
-def claim(device: Device, count: int) -> Block | None:
+def claim(device: Device, count: int, unclaimed: int | None = None) -> Block | None:
     """Makes the allocator's pool hold one free block of ``count`` bytes.
 
+    A pool that grows by doubling ends up in many regions, and a tensor cannot
+    straddle two: under a hard limit, much of it would be lost.
+
+    Args:
+      device: whose allocator.
+      count: bytes.
+      unclaimed: bytes that it may still grow by, if this is the first claim.
+
     Returns:
-      The block, or one that was claimed before if that is as large or nothing
-      more can be had; None if there is none.
+      The block, perhaps smaller; None if there is none.
     """
-    block = _claimed.get(device.name)
-    if block is not None and (device.limit is not None or block.bytes >= count):
-        return block
-    if count < _SMALLEST_CLAIM:
-        return None
-    try:
-        tensor, size = _chunk(device, count)
-    except tf.errors.ResourceExhaustedError:
-        return None  # the pool is not what its model says; the measured peak will tell
-    _claimed[device.name] = Block(_address(tensor), size)
-    return _claimed[device.name]
+    shares = [1.0]
+    if device.name in _claimed:
+        # What was claimed before may have been cut up since.
+        laid = _laid.get(device.name)
+        if laid is not None and device.limit is not None:
+            laid.walls.clear()
+            shares = [1.0, 0.97, 0.9, 0.8, 0.6, 0.4]
+    elif unclaimed is not None:
+        count = min(count, unclaimed)
+    for share in shares:
+        if share * count < _SMALLEST_CLAIM:
+            break
+        try:
+            tensor, size = _chunk(device, int(share * count))
+        except tf.errors.ResourceExhaustedError:
+            continue  # the pool is not what its model says; the measured peak will tell
+        _claimed.add(device.name)
+        return Block(_address(tensor), size)
+    return None
 
 
-def lay_slots(
-    device: Device, block: Block, sizes: Sequence[int]
-) -> tuple[tuple[int, ...], list[tf.Tensor]]:
-    """Leaves a free chunk of each size at the start of the largest one.
+@dataclass(frozen=True)
+class Laid:
+    """A layout that is in force as long as this is held.
 
-    ``memory.Arena.lay_slots`` says what for.
+    Attributes:
+      layout: how the pool is divided.
+      block: where the slots and the area are.
+      walls: what keeps them apart; given up when the block is divided anew.
+    """
+
+    layout: Layout
+    block: Block
+    walls: list[tf.Tensor]
+
+
+_laid: dict[str, Laid] = {}  # by device: the latest
+
+
+def is_tight(device: Device, budget: int) -> bool:
+    """Whether the device's pool cannot hold (noticeably) more than the budget."""
+    return device.limit is not None and device.limit <= budget * _TIGHT
+
+
+def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid:
+    """Divides a block into slots and an area (see ``Layout``).
+
+    A block that another step's layout is in is divided anew: ``is_in_force``
+    tells it that its own is gone.
 
     Args:
       device: whose allocator.
       block: what is claimed.
-      sizes: of the slots.
-
-    Returns:
-      The sizes of the free chunks before that, the largest last, and what
-      walls the slots off, as long as it is kept.
+      pool: for the slots.
+      budget: bytes, everything included.
     """
-    # Holes are found by taking them: an allocation goes to the smallest chunk
+    # Something small may have been left in it since it was claimed.
+    tensor, size = _chunk(device, block.bytes - block.bytes // 64)
+    block = Block(_address(tensor), size)
+    del tensor
+    # Free chunks are found by taking them: an allocation goes to the smallest one
     # that can hold it, and takes all of it below twice the request.
-    before = bytes_in_use(device)
-    holes = []
+    in_use = bytes_in_use(device)
+    others: list[tuple[tf.Tensor, int]] = []
     size = 1 << (block.bytes // 2).bit_length() - 1
     while size >= ALIGNMENT:
         tensor, chunk = _chunk(device, size)
         if block.holds(tensor):
             size //= 2
         else:
-            holes.append((tensor, chunk))
+            others.append((tensor, chunk))
         del tensor
-    largest = block.bytes
-    if device.limit is not None:
-        # Variables may have left a hole that is larger than what was to be claimed.
-        rest = device.limit - before - block.bytes - sum(chunk for _, chunk in holes)
-        if rest > block.bytes:
-            try:
-                tensor, largest = _chunk(device, rest - rest // 64)
-                holes.append(_chunk(device, block.bytes))
-                del tensor
-            except tf.errors.ResourceExhaustedError:
-                pass  # several holes: they are used, and not counted on
-    slots: list[tf.Tensor] = []
+    rest = 0 if device.limit is None else device.limit - bytes_in_use(device)
+    if is_tight(device, budget) and rest - block.bytes > block.bytes:
+        # Variables have left a hole that is larger than what was to be claimed.
+        try:
+            tensor, chunk = _chunk(device, (rest - block.bytes) * 63 // 64)
+        except tf.errors.ResourceExhaustedError:
+            pass  # several holes: they are used, and not counted on
+        else:
+            others.append(_chunk(device, block.bytes))
+            block = Block(_address(tensor), chunk)
+            del tensor
+    sizes = pool.slots
+    end = Layout(0, (), sizes, 0).slots_end
+    area = min(block.bytes, budget - in_use - sum(chunk for _, chunk in others)) - end
+    beyond = block.bytes - end - area
+    if beyond < _SMALLEST_CLAIM:  # not worth a wall, or there is no room for one
+        area, beyond = area + beyond, 0
     walls: list[tf.Tensor] = []
-    try:
+    if area < 0:
+        sizes, area = (), block.bytes  # hopelessly small; planning will say so
+    else:
+        slots = []
         for size in sizes:
             slots.append(_chunk(device, size)[0])
-            walls.append(_chunk(device, 1)[0])
-    except tf.errors.ResourceExhaustedError:
-        walls = []  # hopelessly small; planning will say so
-    return (*(chunk for _, chunk in holes), largest), walls
+            walls.append(_chunk(device, ALIGNMENT)[0])
+        if beyond > 0:
+            # What comes after the area is not to be merged with it.
+            left = area
+            while left > 0:
+                whole = is_split(left + beyond, left)
+                slots.append(_chunk(device, left if whole else aligned((left + beyond) // 4))[0])
+                left -= slots[-1].shape[0] * 4
+            walls.append(_chunk(device, ALIGNMENT)[0])
+    lower = sorted((_address(t), chunk) for t, chunk in others if _address(t) < block.address)
+    higher = sorted((_address(t), chunk) for t, chunk in others if _address(t) > block.address)
+    layout = Layout(
+        in_use,
+        tuple(chunk for _, chunk in lower),
+        sizes,
+        area,
+        max(0, beyond - ALIGNMENT),
+        tuple(chunk for _, chunk in higher),
+    )
+    _laid[device.name] = Laid(layout, block, walls)
+    return _laid[device.name]
+
+
+@contextmanager
+def occupied(device: Device, laid: Laid, results: Sequence[int]) -> Iterator[None]:
+    """Keeps every free slot from being used, but for one for each result.
+
+    How many batches and results the caller holds is not known when a step is
+    planned; with this, a step finds the same free chunks however many it is.
+
+    Args:
+      device: whose allocator.
+      laid: the layout in force.
+      results: bytes of each.
+    """
+    start = laid.block.address
+    end = start + laid.layout.slots_end
+    sizes = sorted({size for size in laid.layout.slots if size >= GRAIN}, reverse=True)
+    held: dict[int, list[tf.Tensor]] = {}
+    for size in sizes:
+        while True:
+            tensor = _chunk(device, size)[0]
+            if not start <= _address(tensor) < end:
+                break
+            held.setdefault(size, []).append(tensor)
+        del tensor
+    for size in results:
+        if held.get(aligned(size)):
+            held[aligned(size)].pop()
+    yield
+
+
+def is_in_force(device: Device, laid: Laid) -> bool:
+    """Whether no other step has divided the same memory anew."""
+    latest = _laid[device.name]
+    ours, theirs = laid.block, latest.block
+    return (
+        latest is laid
+        or ours.address + ours.bytes <= theirs.address
+        or theirs.address + theirs.bytes <= ours.address
+    )
+
+
+def latest(device: Device, slots: Iterable[int]) -> Laid | None:
+    """The latest layout, if its slots are large enough."""
+    found = _laid.get(device.name)
+    if found is None or not found.layout.serves(slots):
+        return None
+    return found
 
 
 def _chunk(device: Device, count: int) -> tuple[tf.Tensor, int]:
-    """A tensor of ``count`` bytes or a little more, and the size of its chunk."""
-    shape = tf.constant([-(-count // ALIGNMENT), ALIGNMENT])
+    """A tensor of ``count`` bytes or a little more, and the size of its chunk.
+
+    Its shape is an attribute: as a tensor it would take a chunk of its own.
+    """
     before = bytes_in_use(device)
     with tf.device(device.name):
-        tensor = tf.raw_ops.Empty(shape=shape, dtype=tf.uint8, init=False)
+        (tensor,) = execute.execute(
+            UNWRITTEN.encode(),
+            1,
+            inputs=[],
+            attrs=("shape", tf.TensorShape([aligned(count) // 4]), "dtype", tf.float32),
+            ctx=context.context(),
+        )
     return tensor, bytes_in_use(device) - before
 
 

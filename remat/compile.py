@@ -109,6 +109,7 @@ def compile(
     plan: Plan | None = None,
     sample_weight_spec: Any = None,
     check: bool = True,
+    quiet: bool = True,
     verbose: bool | None = None,
 ) -> Step:
     """Makes a training step that computes exactly what Keras would, inside a budget.
@@ -137,6 +138,9 @@ def compile(
       check: run the step once on zeros to measure its peak, and plan again if
         it is above the budget (variables are put back bit for bit; only where
         the allocator counts bytes).
+      quiet: nothing else allocates on the device while a step runs, so that
+        every tensor can be given a place.  Say False if something does: on the
+        CPU, an input pipeline that prefetches.
       verbose: show progress; None for "on a terminal".
 
     Returns:
@@ -163,6 +167,7 @@ def compile(
         profile=profile,
         plan=plan,
         check=check,
+        quiet=quiet,
         verbose=verbose,
     )
     return Step(trainee, specs, options)

@@ -69,7 +69,7 @@ def function(
       autograph: whether Python's ``if``, ``while`` and ``for`` over tensors
         work, as in ``tf.function``.
       options: ``solver``, ``time_limit``, ``seed``, ``profile``, ``plan``
-        (with an ``input_signature``), ``check``, ``verbose``; see
+        (with an ``input_signature``), ``check``, ``quiet``, ``verbose``; see
         ``remat.compile``.
 
     Returns:

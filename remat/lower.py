@@ -10,14 +10,15 @@ against assignments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2, node_def_pb2
+from tensorflow.core.framework import graph_pb2, node_def_pb2, types_pb2
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context
 
-from .memory import Event
+from .allocator import UNWRITTEN
+from .memory import Event, Filler
 from .program import Kind, Program
 
 # oneDNN's layout pass fuses these with the convolution beside them, without
@@ -27,14 +28,18 @@ _SHIELDED = {"BiasAdd": 0, "BiasAddGrad": 0, "Conv2D": 0, "DepthwiseConv2dNative
 _DROPPED_ATTRIBUTES = ("_class", "_output_shapes", "_grappler_do_not_remove")
 
 
-def lower(program: Program, events: Sequence[Event]) -> Callable[..., list[tf.Tensor]]:
-    """Builds the function that runs ``events`` in order.
+def lower(
+    program: Program,
+    events: Sequence[Event],
+    fillers: Mapping[int, Sequence[Filler]] | None = None,
+) -> Callable[..., list[tf.Tensor]]:
+    """Builds the function that runs ``events`` in order, with ``fillers`` between them.
 
     Returns:
       A function of the step's flattened arguments that returns its flattened
       results.  It may be called eagerly or inside another ``tf.function``.
     """
-    graph_def, names = build_graph(program, events)
+    graph_def, names = build_graph(program, events, fillers or {})
     newest = {event.op: index for index, event in enumerate(events)}
     outputs = [f"{names[newest[op]]}:{number}" for op, number in program.outputs]
     specs = [
@@ -88,7 +93,15 @@ def lower(program: Program, events: Sequence[Event]) -> Callable[..., list[tf.Te
     return call
 
 
-def build_graph(program: Program, events: Sequence[Event]) -> tuple[graph_pb2.GraphDef, list[str]]:
+def node_name(program: Program, event: Event) -> str:
+    """The name of the node that an event becomes."""
+    name = program.ops[event.op].name
+    return f"{name}/copy_{event.copy}" if event.copy else name
+
+
+def build_graph(
+    program: Program, events: Sequence[Event], fillers: Mapping[int, Sequence[Filler]]
+) -> tuple[graph_pb2.GraphDef, list[str]]:
     """The graph of ``events``, and the name of each event's node."""
     graph_def = graph_pb2.GraphDef()
     graph_def.CopyFrom(program.library)
@@ -97,7 +110,7 @@ def build_graph(program: Program, events: Sequence[Event]) -> tuple[graph_pb2.Gr
     previous: str | None = None
     for index, event in enumerate(events):
         op = program.ops[event.op]
-        name = op.name if event.copy == 0 else f"{op.name}/copy_{event.copy}"
+        name = node_name(program, event)
         names.append(name)
         newest[event.op] = index
         node = graph_def.node.add()
@@ -116,9 +129,22 @@ def build_graph(program: Program, events: Sequence[Event]) -> tuple[graph_pb2.Gr
         node.input.extend(f"^{names[newest[effect]]}" for effect in op.controls)
         if op.kind not in (Kind.PURE, Kind.ONCE):
             continue
+        fill = [
+            (f"remat/filler_{index}_{number}", filler)
+            for number, filler in enumerate(fillers.get(index, ()))
+        ]
+        for filler_name, filler in fill:
+            _allocate(graph_def, filler_name, filler.bytes, previous)
+            previous = filler_name
+        for filler_name, filler in fill:
+            if not filler.during:
+                previous = _give_back(graph_def, filler_name, previous)
         if previous is not None and f"^{previous}" not in node.input:
             node.input.append(f"^{previous}")
         previous = name
+        for filler_name, filler in fill:
+            if filler.during:
+                previous = _give_back(graph_def, filler_name, previous)
         if op.type in _SHIELDED:
             slot = _SHIELDED[op.type]
             shield = graph_def.node.add(name=f"{name}/shield", op="Identity")
@@ -126,6 +152,25 @@ def build_graph(program: Program, events: Sequence[Event]) -> tuple[graph_pb2.Gr
             shield.input.append(node.input[slot])
             node.input[slot] = shield.name
     return graph_def, names
+
+
+def _allocate(graph_def: graph_pb2.GraphDef, name: str, count: int, after: str | None) -> None:
+    """Adds a node that allocates ``count`` bytes and does nothing with them."""
+    node = graph_def.node.add(name=name, op=UNWRITTEN)
+    node.attr["dtype"].type = types_pb2.DT_FLOAT
+    node.attr["shape"].shape.dim.add(size=count // 4)
+    if after is not None:
+        node.input.append(f"^{after}")
+
+
+def _give_back(graph_def: graph_pb2.GraphDef, filler: str, after: str | None) -> str:
+    """Adds the last reader of a filler; what it returns nobody reads."""
+    node = graph_def.node.add(name=f"{filler}/end", op="Identity")
+    node.attr["T"].type = types_pb2.DT_FLOAT
+    node.input.append(filler)
+    if after is not None and after != filler:
+        node.input.append(f"^{after}")
+    return node.name
 
 
 def _as_placeholder(node: node_def_pb2.NodeDef, dtype: tf.DType) -> None:

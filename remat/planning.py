@@ -1,9 +1,10 @@
 """Stages 1 to 4 strung together: a Python step and a budget become a plan.
 
 The plan's peak is predicted from what will really run: the schedule is
-expanded into operations, and these are followed through a model of the
-allocator (``memory.simulate``).  The solver is given a target below the
-budget, and the target is lowered until the prediction fits.
+expanded into operations, every large tensor gets a place (``placement``), and
+all of it is followed through a model of the allocator (``memory.simulate``).
+The solver is given a target below the budget, and the target is lowered until
+the prediction fits.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from .allocator import Device
+from .arena import GRAIN, OutOfMemoryError, Pool, aligned
+from .calibrate import Corrections
 from .executor import execution_order
 from .extract import Extraction, expand, extract
-from .memory import Event, OutOfMemoryError, Pool, Usage, simulate
+from .memory import Event, Filler, Requests, Usage, requests, simulate
+from .placement import place
 from .price import Prices, Profile, price
 from .program import Kind, Program, build
 from .solvers import Graph, InfeasibleBudgetError, Plan, PlanError, Result, Status, solve
@@ -30,19 +33,15 @@ from .solvers.schedule import ScheduleError
 from .solvers.solving import default_time_limit
 from .trace import Trace, TraceError, trace
 
-MARGIN = 0.015
+MARGIN = 0.005
 """Share of the budget left free for what the prediction does not see: small
 host-side tensors and scratch memory that changes from run to run."""
 
-ROOMY = 4
-"""Times the budget that a pool must hold for its end not to matter: then what
-is left over is always more than twice what any operation asks for."""
-
-_TIGHT = 1.02  # a limit up to this share of the budget leaves the pool no room
 _SHOWN = 4  # kinds of operations that a summary names
 _ROUNDS = 16  # solves, at most, until the prediction fits
 _PATIENCE = 8  # of them with small steps
-_LEAST_STEP, _LARGEST_STEP = 0.01, 0.04  # shares by which the target is lowered
+_OVERFULL = 1.01  # times the budget: what is taken to be needed when memory runs out
+_LEAST_STEP, _LARGEST_STEP = 0.003, 0.04  # shares by which the target is lowered
 
 
 @dataclass(frozen=True)
@@ -118,14 +117,14 @@ class Planned:
       plan: the schedule with its figures.  ``plan.peak`` is what the allocator
         is predicted to count; ``plan.budget`` is the user's.
       events: the operations' runs, in order.
-      usage: predicted bytes while each event runs.
+      fillers: what is allocated between them so that they lie where they should.
       target: bytes that the solver was given.
       needed: predicted bytes that must be within the budget.
     """
 
     plan: StepPlan
     events: tuple[Event, ...]
-    usage: Usage
+    fillers: Mapping[int, Sequence[Filler]]
     target: int
     needed: int
 
@@ -155,14 +154,18 @@ def plain_usage(program: Program, workspace: Mapping[int, int], pool: Pool) -> U
     are close to what it does, the one with the lower peak is taken, so that a
     budget that is a share of it is not larger than it seems.
     """
-    endless = replace(pool, limit=None)
+    endless = replace(pool, limit=None, layout=None)
     return min(
-        (
-            simulate(program, events, workspace, endless)
-            for events in (plain_events(program), creation_events(program))
-        ),
+        (simulate(asked, endless) for asked in _plain_requests(program, workspace)),
         key=lambda usage: usage.peak,
     )
+
+
+def _plain_requests(program: Program, workspace: Mapping[int, int]) -> list[Requests]:
+    return [
+        requests(program, events, workspace)
+        for events in (plain_events(program), creation_events(program))
+    ]
 
 
 def pool_of(program: Program, other_bytes: int = 0, highest: int = 0) -> Pool:
@@ -183,8 +186,15 @@ def pool_of(program: Program, other_bytes: int = 0, highest: int = 0) -> Pool:
             for op, number in dict.fromkeys(program.outputs)
             if program.ops[op].kind in (Kind.PURE, Kind.ONCE)
         ),
+        small=max(map(_small_peak, _plain_requests(program, {}))),
         highest=highest,
     )
+
+
+def _small_peak(asked: Requests) -> int:
+    """Most bytes held at once in values too small to be placed."""
+    sizes = [aligned(size) if size < GRAIN else 0 for size in asked.sizes]
+    return max(replace(asked, sizes=tuple(sizes)).timeline(0), default=0)
 
 
 def prepare(
@@ -249,7 +259,6 @@ def make_plan(
     prepared: Prepared,
     budget: int,
     *,
-    device: Device,
     solver: str = "auto",
     time_limit: float | None = None,
     seed: int = 0,
@@ -262,7 +271,6 @@ def make_plan(
     Args:
       prepared: the step.
       budget: bytes, everything included.
-      device: where it will run.
       solver, time_limit, seed, progress: as ``solvers.solve`` takes them.
       ceiling: bytes that the prediction may reach; the budget less ``MARGIN``
         if None.
@@ -274,15 +282,14 @@ def make_plan(
     graph = prepared.extraction.graph
     if ceiling is None:
         ceiling = int(budget * (1 - MARGIN))
-    limit = default_time_limit(graph) if time_limit is None else time_limit
-    target, planned, bound = ceiling, None, None
+    target, planned, bound = ceiling - _idle(prepared.pool), None, None
+    again = (default_time_limit(graph) if time_limit is None else time_limit) / 4
     for number in range(_ROUNDS):
         result = solve(
             graph,
             target,
-            # What is proven for the first target is all there is to prove.
-            solver="anneal" if number and solver == "auto" else solver,
-            time_limit=limit if number == 0 else limit / 8,
+            solver=solver,
+            time_limit=time_limit if number == 0 else again,
             seed=seed + number,
             start=start,
             progress=progress,
@@ -297,19 +304,27 @@ def make_plan(
         plan = result.to_plan(graph)
         gap = None if bound is None else (plan.cost - bound) / graph.cost
         plan = replace(plan, budget=budget, lower_bound=bound, gap=gap)
-        planned = _carry_out(prepared, plan, target, device)
+        planned = _carry_out(prepared, plan, target, ceiling)
         if planned.needed <= ceiling or result.status is Status.INTERRUPTED:
             return planned
-        # How memory is chopped up differs from one schedule to the next, and
-        # less memory in use leaves more ways to fit: aim lower, step by step.
-        step = min(_LARGEST_STEP, max(_LEAST_STEP, (planned.needed / ceiling - 1) / 3))
+        # How well tensors can be packed differs from one schedule to the next,
+        # and less memory in use leaves more ways to pack it: aim a little lower.
+        step = min(_LARGEST_STEP, max(_LEAST_STEP, planned.needed / ceiling - 1))
         step = step if number < _PATIENCE else _LARGEST_STEP
         target = int(min(target, result.peak or target) * (1 - step))
     assert planned is not None
     raise _infeasible(prepared, result, budget, planned.needed * budget / ceiling)
 
 
-def load_plan(prepared: Prepared, plan: Plan, *, device: Device) -> Planned:
+def _idle(pool: Pool) -> int:
+    """Bytes in slots that are empty while a step runs."""
+    if pool.layout is None or not pool.quiet:
+        return 0
+    held = sum(map(aligned, (*pool.constants, *pool.arguments, *pool.results)))
+    return max(0, pool.layout.slots_end - held - pool.small)
+
+
+def load_plan(prepared: Prepared, plan: Plan) -> Planned:
     """Makes a saved plan ready to run.
 
     Raises:
@@ -334,27 +349,41 @@ def load_plan(prepared: Prepared, plan: Plan, *, device: Device) -> Planned:
     repriced = replace(
         plan, graph=graph.fingerprint, cost=truth.cost, overhead=truth.cost / graph.cost - 1
     )
-    return _carry_out(prepared, repriced, truth.peak, device)
+    return _carry_out(prepared, repriced, truth.peak, int(plan.budget * (1 - MARGIN)))
 
 
-def _carry_out(prepared: Prepared, plan: Plan, target: int, device: Device) -> Planned:
-    """Expands a plan's schedule and predicts what running it takes."""
+def corrected(prepared: Prepared, corrections: Corrections) -> Prepared:
+    """The step, as a recorded run says that it uses memory."""
+    prices = prepared.prices
+    workspace = {**prices.workspace, **corrections.workspace}
+    return replace(
+        prepared,
+        program=corrections.apply(prepared.program),
+        prices=replace(prices, workspace=workspace),
+    )
+
+
+def _carry_out(prepared: Prepared, plan: Plan, target: int, ceiling: int) -> Planned:
+    """Expands a plan's schedule, finds a place for everything, and predicts the peak."""
     events = expand(prepared.extraction, plan.schedule)
-    program, workspace = prepared.program, prepared.prices.workspace
-    pool = replace(prepared.pool, growth=device.growth)
-    pools = [pool]
-    if device.limit is not None and device.limit < ROOMY * plan.budget:
-        # Every chunk must find a place in a pool that ends, and the end of it
-        # makes chunks larger.  Where the limit is the budget, it must also fit
-        # with a little less.
-        spares = (int(MARGIN * device.limit), 0) if is_tight(device, plan.budget) else (0,)
-        pools = [replace(pool, limit=device.limit, withheld=spare) for spare in spares]
+    asked = requests(prepared.program, events, prepared.prices.workspace)
+    pool = prepared.pool
+    endless = replace(pool, limit=None, layout=None, quiet=False)
+    fillers: Mapping[int, Sequence[Filler]] = {}
     try:
-        usages = [simulate(program, events, workspace, found) for found in pools]
-        usage, needed = usages[-1], max(each.peak for each in usages)
+        if pool.layout is not None and pool.quiet:
+            placement = place(asked, pool, ceiling)
+            fits = placement.height <= placement.capacity
+            fillers = placement.fillers
+            usage = simulate(asked, pool if fits else endless, fillers)
+            needed = ceiling + placement.height - placement.capacity
+        else:
+            usage = simulate(asked, pool)
+            needed = usage.peak
     except OutOfMemoryError:
-        usage = simulate(program, events, workspace, pool)
-        needed = max(usage.footprint, int(plan.budget * (1 + MARGIN)))
+        fillers = {}
+        usage = simulate(asked, endless)
+        needed = max(usage.peak, int(ceiling * _OVERFULL))
     details = {
         "step": prepared.fingerprint,
         "requested_peak": usage.requested_peak,
@@ -362,13 +391,13 @@ def _carry_out(prepared: Prepared, plan: Plan, target: int, device: Device) -> P
         "plain_peak": prepared.plain.peak,
         "target": target,
         "device": prepared.prices.device,
-        "once": _run_once(program, prepared.extraction.threshold),
+        "once": _run_once(prepared.program, prepared.extraction.threshold),
     }
     known = {key.name: getattr(plan, key.name) for key in fields(Plan)}
     stated = StepPlan(
         **{**known, "peak": usage.peak, "details": details}, extracted=prepared.extraction.graph
     )
-    return Planned(stated, events, usage, target, needed)
+    return Planned(stated, events, fillers, target, needed)
 
 
 def _run_once(program: Program, threshold: int) -> dict[str, tuple[int, int]]:
@@ -384,11 +413,6 @@ def _run_once(program: Program, threshold: int) -> dict[str, tuple[int, int]]:
             count, total = found.get(op.type, (0, 0))
             found[op.type] = (count + 1, total + held)
     return found
-
-
-def is_tight(device: Device, budget: int) -> bool:
-    """Whether the device's pool cannot hold (noticeably) more than the budget."""
-    return device.limit is not None and device.limit <= budget * _TIGHT
 
 
 def _infeasible(

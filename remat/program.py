@@ -254,6 +254,7 @@ _FORWARDS: dict[str, tuple[int, ...]] = {
     "Select": (1, 2),
     "SelectV2": (1, 2),
     "FusedBatchNormV3": (0,),
+    "_UnaryOpsComposition": (0,),
 }
 
 # One output, computed element by element from inputs of its shape (or smaller).
@@ -262,8 +263,8 @@ ELEMENTWISE = frozenset([*_UNARY, *_BINARY, "AddN", "Select", "SelectV2", "Cast"
 }  # fmt: skip
 # Kernels that ask for scratch memory before their outputs; others do after.
 SCRATCH_FIRST = frozenset(["SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"])
-# What oneDNN's kernels keep from the forward to the backward operation, as
-# long as the first output; alone, each of the two takes it as scratch memory.
+# What oneDNN's kernels keep from the forward to the backward operation; alone,
+# each of the two takes it as scratch memory.
 KEPT_SCRATCH = {"MaxPool": "MaxPoolGrad", "MaxPool3D": "MaxPool3DGrad"}
 # One large output from small inputs, at the price of writing it.
 BROADCASTS = frozenset(["Tile", "BroadcastTo", "Fill"])

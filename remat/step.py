@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +17,15 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 from . import allocator
+from .arena import Pool
+from .calibrate import Corrections, compare
 from .lower import lower
-from .memory import Pool
+from .memory import requests
 from .planning import (
-    ROOMY,
     Planned,
+    Prepared,
     StepPlan,
+    corrected,
     load_plan,
     make_plan,
     plain_usage,
@@ -34,6 +37,7 @@ from .price import Profile
 from .program import Kind, Program
 from .solvers import InfeasibleBudgetError, Plan, Result
 from .solvers.budget import format_bytes, parse_budget
+from .timeline import Allocation, record
 
 log = logging.getLogger("remat")
 
@@ -62,6 +66,7 @@ class Options:
     profile: Profile = "auto"
     plan: Plan | None = None
     check: bool = True
+    quiet: bool | None = None
     verbose: bool | None = None
 
 
@@ -108,6 +113,8 @@ class CompiledStep:
         self.measured_peak: int | None = None
         self.seconds: dict[str, float] = {}
         self._calls = 0
+        self._laid: allocator.Laid | None = None
+        self._unplaced: Callable[..., list[tf.Tensor]] | None = None
         say = ProgressLine(options.verbose)
         with say:
             with self._timed("trace"):
@@ -122,27 +129,29 @@ class CompiledStep:
                     allocator.bytes_in_use(self.device) - sum(pool.held),
                     allocator.peak_before_claims(self.device),
                 )
-                wanted, _ = self._resolve_budget(plain_usage(program, {}, pool).peak)
-                block = self._claim(pool, wanted)
+                budget, _ = self._resolve_budget(plain_usage(program, {}, pool).peak)
+                block = self._claim(pool, budget)
             with self._timed("price"):
                 self.prepared = prepare(
                     traced, program, pool, name=name, profile=options.profile, progress=say.line
                 )
             self.budget, self.budget_source = self._resolve_budget(self.prepared.plain.peak)
             if block is not None:
-                in_use = allocator.bytes_in_use(self.device)
-                free, self._walls = allocator.lay_slots(self.device, block, pool.slots)
-                pool = replace(pool, in_use=in_use, free=free)
+                self._laid = allocator.lay_out(self.device, block, pool, self.budget)
+                # Replicas run side by side.
+                alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
+                quiet = alone and options.quiet is not False
+                pool = replace(pool, layout=self._laid.layout, quiet=quiet)
                 self.prepared = replace(self.prepared, pool=pool)
             with self._timed("solve"):
                 if options.plan is not None:
                     self.planned = load_plan(
-                        self.prepared, replace(options.plan, budget=self.budget), device=self.device
+                        self.prepared, replace(options.plan, budget=self.budget)
                     )
                 else:
                     self.planned = self._solve(None, say)
             with self._timed("lower"):
-                self._run = lower(self.prepared.program, self.planned.events)
+                self._run = self._lower()
             if options.check and self.device.counted:
                 with self._timed("check"):
                     self._check(say)
@@ -169,13 +178,30 @@ class CompiledStep:
 
     def _execute(self, flat: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         try:
-            return self._run(*flat)
+            if tf.inside_function():
+                return self._inside()(*flat)
+            if self._laid is not None and not allocator.is_in_force(self.device, self._laid):
+                self._lay_again()
+            with self._occupied():
+                return self._run(*flat)
         except tf.errors.ResourceExhaustedError as error:
             raise tf.errors.ResourceExhaustedError(
                 error.node_def,
                 error.op,
                 f"{error.message}\n\nremat's plan when this happened:\n{self.plan.summary()}",
             ) from error
+
+    def _inside(self) -> Callable[..., list[tf.Tensor]]:
+        """What runs inside another ``tf.function``, which may allocate anything
+        beside the step: planned again, without places for tensors."""
+        if not self.prepared.pool.quiet:
+            return self._run
+        if self._unplaced is None:
+            with tf.init_scope(), ProgressLine(self.options.verbose) as say:
+                prepared = replace(self.prepared, pool=replace(self.prepared.pool, quiet=False))
+                planned = self._solve(None, say, self.plan.schedule, prepared)
+                self._unplaced = lower(prepared.program, planned.events)
+        return self._unplaced
 
     def _over_budget(self) -> None:
         """A real step took more than the budget: says so, and tightens the plan."""
@@ -190,19 +216,23 @@ class CompiledStep:
         ceiling = max(ceiling, 1)
         try:
             with ProgressLine(False) as say:
-                self.planned = self._solve(ceiling, say)
+                self.planned = self._solve(ceiling, say, self.plan.schedule)
         except InfeasibleBudgetError as error:
             warnings.warn(f"the plan stays as it is: {error}", RuntimeWarning, stacklevel=3)
             return
-        self._run = lower(self.prepared.program, self.planned.events)
+        self._run = self._lower()
         self._calls = 0
 
-    def _solve(self, ceiling: int | None, say: ProgressLine) -> Planned:
-        start = self.planned.plan.schedule if ceiling is not None else None
+    def _solve(
+        self,
+        ceiling: int | None,
+        say: ProgressLine,
+        start: Sequence[int] | None = None,
+        prepared: Prepared | None = None,
+    ) -> Planned:
         return make_plan(
-            self.prepared,
+            prepared or self.prepared,
             self.budget,
-            device=self.device,
             solver=self.options.solver,
             time_limit=self.options.time_limit,
             seed=self.options.seed,
@@ -221,73 +251,120 @@ class CompiledStep:
             return
         for trial in range(_TRIALS):
             say.line("measuring one step")
-            measured = self._trial()
+            measured, recorded = self._trial()
             if measured is not None:
                 self.measured_peak = measured
-                if measured <= self.budget:
-                    break
+            corrections = self._compare(recorded)
+            if not corrections and measured is not None and measured <= self.budget:
+                break
             # Out of memory does not say by how much: try 5 %.
             excess = self.budget // 20 if measured is None else measured - self.budget
-            if trial == _TRIALS - 1:
+            if trial == _TRIALS - 1 and excess > 0:
                 raise InfeasibleBudgetError(
                     self.budget,
                     self.prepared.extraction.graph.resident,
                     ("variables and inputs",),
                     self.budget + excess,
                 )
-            say.line(
-                f"measured {format_bytes(measured) if measured else 'out of memory'} for a budget "
-                f"of {format_bytes(self.budget)}: planning again with a lower target"
-            )
-            self.planned = self._solve(self.plan.peak - excess - self.budget // 200, say)
-            self._run = lower(self.prepared.program, self.planned.events)
+            if corrections:
+                say.line("the run asked for other memory than predicted: planning again")
+                self.prepared = corrected(self.prepared, corrections)
+                ceiling = None
+            else:
+                say.line(
+                    f"measured {format_bytes(measured) if measured else 'out of memory'} for a "
+                    f"budget of {format_bytes(self.budget)}: planning again with a lower target"
+                )
+                ceiling = self.plan.peak - excess - self.budget // 200
+            self.planned = self._solve(ceiling, say, self.plan.schedule)
+            self._run = self._lower()
         if any(
             op.type.startswith(("Random", "TruncatedNormal", "Multinomial", "Parameterized"))
             for op in self.prepared.program.ops
             if op.kind is Kind.ONCE
         ):
             # A fresh lowering starts its generators where the plain step does.
-            self._run = lower(self.prepared.program, self.planned.events)
+            self._run = self._lower()
 
-    def _trial(self) -> int | None:
-        """Peak bytes of a few runs on zeros, or None if memory ran out.
+    def _trial(self) -> tuple[int | None, list[Allocation]]:
+        """Runs the step twice on zeros, as in a training loop: the last results
+        are held during the next run.
 
-        As in a training loop, the last results are held during the next run.
+        Returns:
+          The peak, in bytes, or None if memory ran out; and what the first run
+          allocated.
         """
         program = self.prepared.program
         peak = 0
+        recorded: list[Allocation] = []
+        results: list[tf.Tensor] | None = []
+        inputs: list[tf.Tensor] = []
+
+        def run() -> None:
+            nonlocal results
+            try:
+                with self._occupied():
+                    results = self._run(*inputs)
+            except tf.errors.ResourceExhaustedError:
+                results = None
+
         with _variables_put_back(program):
-            inputs: list[tf.Tensor] = []
-            results: list[tf.Tensor] = []
-            for _ in range(_TRIAL_STEPS):
+            for number in range(_TRIAL_STEPS):
                 inputs = [
                     tf.zeros(program.ops[index].shapes[0], program.ops[index].dtypes[0])
                     for index in program.inputs
                 ]
                 allocator.reset_peak(self.device)
-                try:
-                    results = self._run(*inputs)
-                except tf.errors.ResourceExhaustedError:
-                    return None
+                if number == 0:
+                    recorded = record(run, on_gpu=self.device.name.startswith("GPU"))
+                else:
+                    run()
+                if results is None:
+                    return None, recorded
                 peak = max(peak, allocator.peak_bytes(self.device))
-            del results, inputs
-        return peak
+        return peak, recorded
+
+    def _compare(self, recorded: Sequence[Allocation]) -> Corrections:
+        """What a recorded run says about the model of the step's memory."""
+        program, events = self.prepared.program, self.planned.events
+        return compare(
+            program, events, requests(program, events, self.prepared.prices.workspace), recorded
+        )
+
+    def _lower(self) -> Callable[..., list[tf.Tensor]]:
+        return lower(self.prepared.program, self.planned.events, self.planned.fillers)
+
+    def _occupied(self) -> AbstractContextManager[None]:
+        if self._laid is None or not self.prepared.pool.quiet or tf.inside_function():
+            return nullcontext()
+        return allocator.occupied(self.device, self._laid, self.prepared.pool.results)
 
     def _claim(self, pool: Pool, budget: int) -> allocator.Block | None:
-        """Claims what the pool may still grow by as one block.
+        """Claims what the step will use beside what is there already.
 
-        A pool that grows by doubling ends up in many regions, and a tensor
-        cannot straddle two: under a hard limit, much of it is lost.
+        Where there is more, it claims more: what lies beyond the budget is then
+        never the best fit for anything.
         """
-        limit = self.device.limit
-        if not self.device.growth:
-            return None
-        if limit is not None and limit < ROOMY * budget:
-            return allocator.claim(self.device, replace(pool, limit=limit).unclaimed())
-        if self.device.name.startswith("CPU"):
-            # Addresses, not memory.
-            return allocator.claim(self.device, ROOMY * budget)
-        return None
+        count, unclaimed, limit = 2 * budget, None, self.device.limit
+        if limit is not None:
+            count = min(count, limit - allocator.bytes_in_use(self.device))
+            unclaimed = replace(pool, limit=limit).unclaimed() if self.device.growth else None
+        return allocator.claim(self.device, count, unclaimed)
+
+    def _lay_again(self) -> None:
+        """Plans for the layout that another step has made of the same memory."""
+        assert self._laid is not None
+        pool = self.prepared.pool
+        with ProgressLine(self.options.verbose) as say:
+            say.line("another step has divided the memory anew: planning again")
+            found = allocator.latest(self.device, pool.slots)
+            if found is None:
+                block = self._claim(pool, self.budget) or self._laid.block
+                found = allocator.lay_out(self.device, block, pool, self.budget)
+            self._laid = found
+            self.prepared = replace(self.prepared, pool=replace(pool, layout=found.layout))
+            self.planned = self._solve(None, say, self.plan.schedule)
+            self._run = self._lower()
 
     def _resolve_budget(self, plain_peak: int) -> tuple[int, str]:
         """The budget in bytes, and where the figure comes from."""

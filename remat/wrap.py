@@ -8,12 +8,14 @@ import operator
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from .allocator import device_at_hand
 from .compile import require_tensorflow
 from .function import Function, Signature
 from .planning import StepPlan
@@ -52,7 +54,8 @@ def wrap(
       budget: bytes that TensorFlow's allocator may reach; see
         ``remat.compile``.  A share is one of the largest batch so far.
       options: ``solver``, ``time_limit``, ``seed``, ``profile``, ``check``,
-        ``verbose``; see ``remat.compile``.
+        ``quiet`` (by default only on a GPU: ``fit`` prefetches batches on the
+        CPU), ``verbose``; see ``remat.compile``.
 
     A model made in the scope of a ``tf.distribute.MirroredStrategy`` has a plan
     for each replica and shape, up to the optimizer's update, in which the
@@ -80,6 +83,8 @@ def wrap(
             "budget: train in a loop of your own, with remat.function"
         )
     chosen = Options(budget=budget, **options)
+    if chosen.quiet is None:  # fit prefetches batches, on the CPU
+        chosen = replace(chosen, quiet=not device_at_hand().name.startswith("CPU"))
     if chosen.plan is not None:
         raise ValueError("a plan is for one shape of a batch; fit may meet several")
     kind = type(model)

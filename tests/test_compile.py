@@ -111,7 +111,7 @@ answer(
     asked=asked,
     moved=not same(start, ours[1]),
     budget=step.budget, measured=measured,
-    predicted=step.compiled.planned.usage.requested_peak - resident,
+    predicted=step.plan.details["requested_peak"] - resident,
     plain=step.plain_peak, recomputed=len(step.plan.schedule) - len(set(step.plan.schedule)),
 )
 """,

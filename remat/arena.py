@@ -1,0 +1,335 @@
+"""The memory pool: a model of TensorFlow's allocator, and how a step finds it.
+
+``Arena`` follows the "best-fit with coalescing" allocator
+(tensorflow/core/framework bfc_allocator): requests are rounded up to 256
+bytes and served from the smallest free chunk that can hold them; a chunk
+smaller than twice the request is handed out whole, a larger one is split; free
+neighbours are merged.  The bytes in use that ``get_memory_info`` reports count
+whole chunks.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+ALIGNMENT = 256  # bytes; every request is rounded up to a multiple
+_BINS = 21
+_SPLIT_WASTE = 128 << 20  # bytes; a larger remainder is always split off
+_ENDLESS = 1 << 50  # bytes
+_FIRST_REGION = 2 << 20  # bytes; regions then double
+_SMALL_VALUES = 1 << 18  # bytes for what no prediction sees
+
+GRAIN = 1 << 14
+"""Bytes: what is smaller finds room anywhere, and is not placed."""
+
+
+class OutOfMemoryError(MemoryError):
+    """A request does not fit in the arena's limit."""
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A stretch of the pool: in use, or free; neighbours are linked."""
+
+    address: int
+    size: int
+    free: bool
+    before: Chunk | None
+    after: Chunk | None
+
+    def key(self) -> tuple[int, int]:
+        return (self.size, self.address)
+
+
+class Arena:
+    """A model of one BFC allocator.
+
+    Args:
+      limit: bytes of all regions together, or None for no limit.
+      growth: regions start small and double (CPU, or GPU memory growth);
+        otherwise one region of ``limit`` bytes is there from the start.
+      held: bytes in use of which nothing more needs to be known.
+    """
+
+    def __init__(self, limit: int | None = None, growth: bool = True, held: int = 0) -> None:
+        self.limit = limit
+        self.in_use = self.reserved = self.footprint = held
+        self._next_region = _FIRST_REGION
+        self._address = held
+        self._bins: list[list[tuple[int, int]]] = [[] for _ in range(_BINS)]
+        self._free: dict[int, Chunk] = {}  # by address
+        if not growth:
+            if limit is None:
+                raise ValueError("an arena without growth needs a limit")
+            self._add_region(limit // ALIGNMENT * ALIGNMENT)
+
+    def allocate(self, size: int) -> Chunk:
+        """Takes a chunk for ``size`` bytes.
+
+        Raises:
+          OutOfMemoryError: if no chunk is free and the limit forbids a region.
+        """
+        rounded = aligned(size)
+        chunk = self.best_fit(rounded)
+        if chunk is None:
+            self._extend(rounded)
+            chunk = self.best_fit(rounded)
+        if chunk is None:
+            raise OutOfMemoryError(f"no chunk of {rounded} bytes")
+        self._remove(chunk)
+        if is_split(chunk.size, rounded):
+            rest = Chunk(chunk.address + rounded, chunk.size - rounded, True, chunk, chunk.after)
+            if chunk.after is not None:
+                chunk.after.before = rest
+            chunk.after, chunk.size = rest, rounded
+            self._insert(rest)
+        chunk.free = False
+        self.footprint = max(self.footprint, chunk.address + chunk.size)
+        self.in_use += chunk.size
+        return chunk
+
+    def free(self, chunk: Chunk) -> None:
+        """Gives a chunk back, merging it with its free neighbours."""
+        self.in_use -= chunk.size
+        chunk.free = True
+        after = chunk.after
+        if after is not None and after.free:
+            self._remove(after)
+            chunk.size += after.size
+            chunk.after = after.after
+            if after.after is not None:
+                after.after.before = chunk
+        before = chunk.before
+        if before is not None and before.free:
+            self._remove(before)
+            before.size += chunk.size
+            before.after = chunk.after
+            if chunk.after is not None:
+                chunk.after.before = before
+            chunk = before
+        self._insert(chunk)
+
+    def claim(self, size: int) -> None:
+        """Adds one free region of ``size`` bytes."""
+        if size >= ALIGNMENT:
+            self._add_region(size // ALIGNMENT * ALIGNMENT)
+
+    def lay_slots(self, address: int, sizes: Iterable[int]) -> None:
+        """Leaves free chunks of these sizes, walled off, at the start of the one
+        at ``address``."""
+        taken = [self.allocate(c.size) for c in self.free_chunks() if c.address != address]
+        for size in sizes:
+            taken.append(self.allocate(size))
+            self.allocate(ALIGNMENT)
+        for chunk in taken:
+            self.free(chunk)
+
+    def best_fit(self, size: int) -> Chunk | None:
+        """The free chunk that a request of ``size`` bytes would be served from."""
+        rounded = aligned(size)
+        for number in range(_bin(rounded), _BINS):
+            entries = self._bins[number]
+            at = bisect.bisect_left(entries, (rounded, 0))
+            if at < len(entries):
+                return self._free[entries[at][1]]
+        return None
+
+    def free_at(self, address: int) -> Chunk | None:
+        """The free chunk that starts at an address."""
+        return self._free.get(address)
+
+    def free_around(self, address: int) -> Chunk | None:
+        """The free chunk that holds an address."""
+        start = max((known for known in self._free if known <= address), default=None)
+        chunk = None if start is None else self._free[start]
+        return chunk if chunk is not None and address < chunk.address + chunk.size else None
+
+    def free_chunks(self) -> list[Chunk]:
+        """All free chunks, by address."""
+        return [self._free[address] for address in sorted(self._free)]
+
+    def _extend(self, rounded: int) -> None:
+        available = None
+        if self.limit is not None:
+            available = (self.limit - self.reserved) // ALIGNMENT * ALIGNMENT
+            if rounded > available:
+                raise OutOfMemoryError(
+                    f"{rounded} bytes asked for, {available} of {self.limit} not yet in a region"
+                )
+        doubled = False
+        while rounded > self._next_region:
+            self._next_region *= 2
+            doubled = True
+        size = self._next_region if available is None else min(self._next_region, available)
+        self._add_region(size)
+        if not doubled:
+            self._next_region *= 2
+
+    def _add_region(self, size: int) -> None:
+        self._insert(Chunk(self._address, size, True, None, None))
+        self._address += size  # chunks of two regions are never merged
+        self.reserved += size
+
+    def _insert(self, chunk: Chunk) -> None:
+        bisect.insort(self._bins[_bin(chunk.size)], chunk.key())
+        self._free[chunk.address] = chunk
+
+    def _remove(self, chunk: Chunk) -> None:
+        entries = self._bins[_bin(chunk.size)]
+        del entries[bisect.bisect_left(entries, chunk.key())]
+        del self._free[chunk.address]
+
+
+def aligned(size: int, unit: int = ALIGNMENT) -> int:
+    """``size`` rounded up to a multiple of ``unit``, at least one."""
+    return max(unit, -(-size // unit) * unit)
+
+
+def is_split(chunk: int, size: int) -> bool:
+    """Whether a chunk of ``chunk`` bytes is cut for a request of ``size``, or
+    handed out whole."""
+    return chunk >= 2 * size or chunk - size >= _SPLIT_WASTE
+
+
+def _bin(size: int) -> int:
+    return min(_BINS - 1, max(size >> 8, 1).bit_length() - 1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a pool was divided for the steps that use it.
+
+    Between steps, batches and results come and go.  Each has a slot of its
+    own, an exact fit and so the best fit, walled off by a chunk that is never
+    freed; the area is left for what a step allocates while it runs.
+
+    Attributes:
+      in_use: bytes of all chunks in use before.
+      before, after: sizes of the free chunks at lower and higher addresses.
+      slots: sizes, in order.
+      area: size of what follows the slots.
+      beyond: size of what follows the area; not to be used.
+    """
+
+    in_use: int
+    before: tuple[int, ...]
+    slots: tuple[int, ...]
+    area: int
+    beyond: int = 0
+    after: tuple[int, ...] = ()
+
+    @property
+    def slots_end(self) -> int:
+        """Bytes from the first slot to the area, walls included."""
+        return sum(self.slots) + len(self.slots) * ALIGNMENT
+
+    def serves(self, slots: Iterable[int]) -> bool:
+        """Whether each of ``slots`` finds one here."""
+        free = sorted(self.slots)
+        for size in sorted(map(aligned, slots)):
+            at = bisect.bisect_left(free, size)
+            if at == len(free):
+                return False
+            del free[at]
+        return True
+
+
+@dataclass(frozen=True)
+class Pool:
+    """An allocator's memory pool as a step finds it.
+
+    Attributes:
+      held: sizes of what was allocated before the step was planned, in order.
+      constants: sizes of what the lowered step holds.
+      arguments, results: sizes of a batch and of what a step returns; its
+        caller holds one of each while a step runs.
+      small: bytes of values below ``GRAIN`` that a step holds at once.
+      limit: bytes that it may hold, or None if that is no concern.
+      growth: whether it started small and doubled.
+      highest: most bytes that were ever in use.
+      layout: how it was divided; guessed from the rest if None.
+      quiet: whether nothing else allocates while a step runs; then every slot
+        is occupied, and tensors can be placed (see ``placement``).
+    """
+
+    held: tuple[int, ...]
+    constants: tuple[int, ...] = ()
+    arguments: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    small: int = 0
+    limit: int | None = None
+    growth: bool = True
+    highest: int = 0
+    layout: Layout | None = None
+    quiet: bool = False
+
+    @property
+    def resident(self) -> int:
+        """Bytes held throughout the step."""
+        return sum(self.held) + sum(self.constants) + sum(self.arguments) + sum(self.results)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Sizes of the chunks to lay out: three for each tensor of a batch (the
+        last one, the next one, and the copy that making it may take); two for
+        each of the results (the last one is held while the next one is made);
+        one for each constant; and many below ``GRAIN`` for small values,
+        twice what they take, as a chunk may be twice its request."""
+        between = (*self.arguments, *self.results, *self.arguments, *self.results, *self.arguments)
+        single = [size for size in (*between, *self.constants) if size >= GRAIN]
+        small = sum(aligned(size) for size in (*between, *self.constants) if size < GRAIN)
+        count = -(-(2 * (self.small + small) + _SMALL_VALUES) // GRAIN)
+        return (*[GRAIN - ALIGNMENT] * count, *map(aligned, single))
+
+    def unclaimed(self) -> int:
+        """Bytes that the limit still allows for one more region."""
+        assert self.limit is not None
+        return self.limit - self._grown().reserved
+
+    def arena(self) -> Arena:
+        """A model of the pool, with slots laid and constants allocated.
+
+        Raises:
+          OutOfMemoryError: if not even that fits.
+        """
+        if self.layout is not None:
+            layout = self.layout
+            arena = Arena(held=layout.in_use)
+            for size in layout.before:
+                arena.claim(size)
+            start, slots = arena.reserved, layout.slots
+            for size in (layout.slots_end + layout.area, layout.beyond, *layout.after):
+                arena.claim(size)
+        else:
+            arena = self._grown()
+            start, slots = arena.reserved, self.slots
+            arena.claim(_ENDLESS if self.limit is None else self.limit - arena.reserved)
+        arena.limit = arena.reserved  # there is no more
+        arena.lay_slots(start, slots)
+        for size in (*self.constants, *self._between()):
+            arena.allocate(size)
+        return arena
+
+    def _between(self) -> list[int]:
+        """Sizes of what is held besides when a step starts: the batch and the
+        results of the step before; in a quiet pool, all slots for batches (see
+        ``allocator.occupied``)."""
+        times = 3 if self.quiet else 1
+        batches = [size for size in self.arguments if size for _ in range(times)]
+        return [*batches, *filter(None, self.results)]
+
+    def _grown(self) -> Arena:
+        """The pool before anything is claimed."""
+        if not self.growth:
+            arena = Arena(self.limit or _ENDLESS, growth=False)
+        else:
+            arena = Arena(self.limit)
+        for size in self.held:
+            arena.allocate(size)
+        missing = min(self.highest, self.limit or self.highest) - arena.reserved
+        if missing > 0:
+            arena.free(arena.allocate(missing))
+        arena.limit = None  # what is claimed next may be as large as it likes
+        return arena

@@ -1,0 +1,360 @@
+"""What lies where: every large tensor gets an address, and fillers see to it.
+
+TensorFlow's allocator decides on its own where a tensor lies: in the smallest
+free chunk that can hold it.  Left to that, memory is chopped up: 15 to 20 % of
+a pool ends up in holes that nothing fits into, and so a schedule would have to
+recompute more than the budget asks for.  But the allocator is deterministic,
+and the step's allocations are known.  So
+
+1. ``packing.pack`` chooses an address for each allocation from ``GRAIN`` bytes
+   up, knowing how long each is held, in hardly more memory than is held at
+   the worst moment;
+2. ``place`` follows the step through the model of the allocator.  Where an
+   allocation would go elsewhere and be in the way of another one, fillers are
+   allocated just before it: what is left free then is a chunk that fits
+   exactly, and an exact fit is the best fit.  A filler takes a microsecond and
+   its memory is never touched.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .arena import GRAIN, Arena, Chunk, Pool, aligned, is_split
+from .memory import Filler, Requests
+from .packing import Blocks, pack
+
+_SMALLEST_HOLE = 1 << 20  # bytes; large tensors are placed in what is larger
+_TRIES = 16  # corrections, at most, until an event's allocations go where they should
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Addresses for a list of events, and how they are reached.
+
+    Attributes:
+      fillers: by event, what is allocated before it, in order.
+      height: bytes that the packing takes.
+      capacity: bytes that there are for it.
+      astray: requests that are in the way of others nevertheless.
+    """
+
+    fillers: Mapping[int, Sequence[Filler]]
+    height: int
+    capacity: int
+    astray: int = 0
+
+
+@dataclass(frozen=True)
+class _Area:
+    """A free stretch of the pool that blocks are placed in.
+
+    Attributes:
+      start: where the packing counts it from.
+      address: where it is.
+      size: bytes to be used, a multiple of ``GRAIN``.
+      chunk: bytes that there are.
+    """
+
+    start: int
+    address: int
+    size: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """The place of one request: bytes ``start`` to ``end``, needed from event
+    ``first`` to event ``last``."""
+
+    start: int
+    end: int
+    first: int
+    last: int
+
+
+def place(requests: Requests, pool: Pool, ceiling: int, *, seed: int = 0) -> Placement:
+    """Finds an address for every large request, and the fillers it takes.
+
+    Args:
+      requests: what the step asks for.
+      pool: where; it has a layout.
+      ceiling: bytes, everything included, not to be exceeded.
+      seed: the same one gives the same result.
+
+    Raises:
+      OutOfMemoryError: if not even what is held between steps fits.
+    """
+    arena = pool.arena()
+    areas = _areas(arena, pool, ceiling)
+    walls = [(area.start + area.size, GRAIN) for area in areas[:-1]]
+    capacity = areas[-1].start + areas[-1].size
+    first, last = _lifetimes(requests)
+    rooms = _rooms(requests)
+    # What one operation allocates must not merge into one chunk: one grain between.
+    together = {n: sum(other in rooms for other in requests.taken[first[n]]) > 1 for n in rooms}
+    blocks = Blocks(
+        [room + GRAIN * together[number] for number, room in rooms.items()],
+        [first[number] for number in rooms],
+        [last[number] for number in rooms],
+    )
+    starts, height = pack(blocks, capacity, walls, seed=seed)
+    if height > capacity:
+        return Placement({}, height, capacity)
+    cells = {}
+    for (number, room), start in zip(rooms.items(), starts, strict=True):
+        area = next(area for area in reversed(areas) if area.start <= start)
+        address = area.address + start - area.start
+        cells[number] = _Cell(address, address + room, first[number], last[number])
+    fillers, astray = _Steering(requests, arena, areas, cells).run()
+    return Placement(fillers, height, capacity, astray)
+
+
+def _areas(arena: Arena, pool: Pool, ceiling: int) -> list[_Area]:
+    """What there is to place blocks in: large free chunks, then the layout's area."""
+    layout = pool.layout
+    assert layout is not None
+    start = layout.in_use + sum(layout.before)
+    end = start + layout.slots_end + layout.area
+    chunks = [
+        chunk
+        for chunk in arena.free_chunks()
+        if chunk.size >= _SMALLEST_HOLE
+        and (chunk.address < start or chunk.address >= end + layout.beyond)
+    ]
+    # The area last: what is left of it stays in one piece.
+    chunks += [chunk for chunk in arena.free_chunks() if chunk.address == start + layout.slots_end]
+    held = layout.in_use + layout.slots_end + sum(chunk.size for chunk in chunks)
+    areas: list[_Area] = []
+    start = 0
+    for chunk in chunks:
+        size = chunk.size
+        if chunk is chunks[-1]:
+            size -= max(0, held - ceiling)
+        areas.append(_Area(start, chunk.address, max(0, size // GRAIN * GRAIN), chunk.size))
+        start += areas[-1].size + GRAIN
+    return areas
+
+
+def _lifetimes(requests: Requests) -> tuple[list[int], list[int]]:
+    """The first and the last event during which each request is held."""
+    first = [event for event, taken in enumerate(requests.taken) for _ in taken]
+    last = [len(requests.given)] * len(requests.sizes)
+    for event, given in enumerate(requests.given):
+        for number in given:
+            last[number] = event
+    return first, last
+
+
+def _rooms(requests: Requests) -> dict[int, int]:
+    """Bytes to leave for each large request that does not outlive the step.
+
+    Of two equal holes the allocator takes the lower one; what an operation
+    asks for together gets holes of different sizes, so that each finds its own.
+    """
+    kept = set(requests.kept)
+    rooms: dict[int, int] = {}
+    for taken in requests.taken:
+        used: set[int] = set()
+        for number in taken:
+            if requests.sizes[number] < GRAIN or number in kept:
+                continue
+            room = aligned(requests.sizes[number], GRAIN)
+            while room in used:
+                room += GRAIN
+            used.add(room)
+            rooms[number] = room
+    return rooms
+
+
+class _Steering:
+    """Follows one step through the arena and adds fillers where they are needed.
+
+    What it sees to: whatever an event allocates stays clear of the cells of the
+    requests still to come, so that each cell is free when its time comes.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        arena: Arena,
+        areas: Sequence[_Area],
+        cells: Mapping[int, _Cell],
+    ) -> None:
+        self.requests = requests
+        self.arena = arena
+        self.areas = areas
+        self.placed = cells
+        self.chunks: dict[int, Chunk] = {}  # of the requests that are held
+        first, self.last = _lifetimes(requests)
+        beside = [arena.allocate(requests.sizes[number]) for number in requests.kept]
+        reserved = dict(cells)
+        for number, chunk in zip(requests.kept, beside, strict=True):
+            end = chunk.address + chunk.size
+            reserved[number] = _Cell(chunk.address, end, first[number], self.last[number])
+            arena.free(chunk)
+        # Requests are numbered in the order in which they come.
+        self.numbers = sorted(reserved)
+        table = [reserved[number] for number in self.numbers]
+        self.starts = np.array([cell.start for cell in table], np.int64)
+        self.ends = np.array([cell.end for cell in table], np.int64)
+        self.firsts = np.array([cell.first for cell in table], np.int64)
+
+    def run(self) -> tuple[dict[int, tuple[Filler, ...]], int]:
+        """The fillers, by event, and how many events go astray nevertheless."""
+        fillers: dict[int, tuple[Filler, ...]] = {}
+        astray = 0
+        for event, given in enumerate(self.requests.given):
+            found = self._steer(event)
+            if found is None:
+                astray += 1
+                found = ()
+            held = self._hold(found)
+            self._allocate(event)
+            if found:
+                fillers[event] = found
+            for number in given:
+                self.arena.free(self.chunks.pop(number))
+            for chunk in held:
+                self.arena.free(chunk)
+        return fillers, astray
+
+    def _steer(self, event: int) -> tuple[Filler, ...] | None:
+        """The fillers with which an event's allocations are in nobody's way, if
+        there are any; leaves the arena as it was."""
+        fillers: tuple[Filler, ...] | None = ()
+        carved = False
+        for _ in range(_TRIES):
+            assert fillers is not None
+            held = self._hold(fillers)
+            astray = self._allocate(event)
+            for number in reversed(self.requests.taken[event]):
+                if number in self.chunks:
+                    self.arena.free(self.chunks.pop(number))
+            for chunk in held:
+                self.arena.free(chunk)
+            if astray is None:
+                return fillers
+            number, address, size = astray
+            if number in self.placed and not carved:
+                fillers, carved = self._carved(event), True
+            else:
+                fillers = self._blocked(fillers, address, size)
+            if fillers is None:
+                return None
+        return None
+
+    def _hold(self, fillers: Sequence[Filler]) -> list[Chunk]:
+        """Allocates fillers; returns the chunks that are held during the event."""
+        chunks = [self.arena.allocate(filler.bytes) for filler in fillers]
+        for chunk, filler in zip(chunks, fillers, strict=True):
+            if not filler.during:
+                self.arena.free(chunk)
+        return [chunk for chunk, filler in zip(chunks, fillers, strict=True) if filler.during]
+
+    def _allocate(self, event: int) -> tuple[int, int, int] | None:
+        """Makes an event's allocations.
+
+        Returns:
+          The first one that is in the way of another, with address and size of
+          the free chunk that it went into; None if there is none.
+        """
+        astray = None
+        for number in self.requests.taken[event]:
+            found = self.arena.best_fit(self.requests.sizes[number])
+            address, size = (found.address, found.size) if found is not None else (0, 0)
+            chunk = self.arena.allocate(self.requests.sizes[number])
+            self.chunks[number] = chunk
+            if astray is None and not self._is_clear(number, chunk):
+                astray = number, address, size
+        return astray
+
+    def _is_clear(self, number: int, chunk: Chunk) -> bool:
+        """Whether a request's chunk is in nobody's way as long as it is held."""
+        start, end = chunk.address, chunk.address + chunk.size
+        for area in self.areas:
+            within = start - area.address
+            if 0 <= within < area.chunk:
+                if self.last[number] == len(self.requests.given):
+                    return False  # what outlives the step has a slot
+                top = end - area.address
+                if top >= area.size + GRAIN:
+                    return False  # above the ceiling
+                if number in self.placed and top < area.size and top % GRAIN:
+                    return False  # cells start at whole grains
+        coming = bisect.bisect_right(self.numbers, number)
+        meets = (self.starts[coming:] < end) & (self.ends[coming:] > start)
+        return not np.any(meets & (self.firsts[coming:] <= self.last[number]))
+
+    def _carved(self, event: int) -> tuple[Filler, ...] | None:
+        """Fillers that leave exactly the cells of an event's requests free."""
+        fillers: list[Filler] = []
+        held: list[Chunk] = []
+
+        def fill(address: int, count: int, during: bool) -> None:
+            """Takes ``count`` bytes at ``address``, where a free chunk starts."""
+            while count > 0:
+                chunk = self.arena.free_at(address)
+                if chunk is None:
+                    return
+                part = count
+                if count < chunk.size and not is_split(chunk.size, count):
+                    part = min(count, chunk.size // 2 // GRAIN * GRAIN) or chunk.size
+                while True:
+                    found = self.arena.best_fit(part)
+                    if found is None or found.address == address:
+                        break
+                    # A better fit elsewhere: taken until the event runs.
+                    fillers.append(Filler(found.size, False))
+                    held.append(self.arena.allocate(found.size))
+                fillers.append(Filler(part, during))
+                held.append(self.arena.allocate(part))
+                address += held[-1].size
+                count -= held[-1].size
+
+        mine = [self.placed[n] for n in self.requests.taken[event] if n in self.placed]
+        chunks = [self.arena.free_around(cell.start) for cell in mine]
+        found = all(
+            chunk is not None and cell.end <= chunk.address + chunk.size
+            for cell, chunk in zip(mine, chunks, strict=True)
+        )
+        if not found:
+            return None  # another request is astray, in this one's cell
+        # Small chunks first: they are better fits than what is left of large ones.
+        sizes = [chunk.size for chunk in chunks if chunk is not None]
+        for _, cell in sorted(
+            zip(sizes, mine, strict=True), key=lambda pair: (pair[0], pair[1].start)
+        ):
+            chunk = self.arena.free_around(cell.start)
+            assert chunk is not None
+            wall = min(GRAIN, cell.start - chunk.address)
+            fill(chunk.address, cell.start - wall - chunk.address, False)
+            fill(cell.start - wall, wall, True)
+            fill(cell.start, cell.end - cell.start, False)
+            fill(cell.end, GRAIN, True)
+        for taken in held:
+            self.arena.free(taken)
+        return tuple(fillers)
+
+    def _blocked(
+        self, fillers: Sequence[Filler], address: int, size: int
+    ) -> tuple[Filler, ...] | None:
+        """The fillers, and what keeps an event out of one more free chunk."""
+        held = [self.arena.allocate(filler.bytes) for filler in fillers]
+        result: list[Filler] | None = [
+            replace(filler, during=True) if address <= chunk.address < address + size else filler
+            for filler, chunk in zip(fillers, held, strict=True)
+        ]
+        if result == list(fillers):
+            found = self.arena.best_fit(size) if size else None
+            if found is not None and (found.address, found.size) == (address, size):
+                result.append(Filler(size, True))
+            else:
+                result = None
+        for chunk in held:
+            self.arena.free(chunk)
+        return None if result is None else tuple(result)
