@@ -38,6 +38,7 @@ setup(
             "ruff>=0.6",
             "mypy>=1.11",
             "ortools>=9.10",
+            "scikit-learn>=1.4",
         ],
     },
     entry_points={"console_scripts": ["remat=remat.cli:main"]},

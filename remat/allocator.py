@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ import psutil
 import tensorflow as tf
 from tensorflow.python.eager import context, execute
 
-from .arena import ALIGNMENT, GRAIN, Layout, Pool, aligned, is_split
+from .arena import ALIGNMENT, Layout, Pool, aligned, is_split
 
 UNWRITTEN = "_ParallelConcatStart"
 """An operation that allocates memory and does not write to it: the first half of
@@ -98,7 +98,7 @@ class Block:
 _claimed: set[str] = set()  # devices
 
 
-def claim(device: Device, count: int, unclaimed: int | None = None) -> Block | None:
+def claim(device: Device, count: int, least: int, unclaimed: int | None = None) -> Block | None:
     """Makes the allocator's pool hold one free block of ``count`` bytes.
 
     A pool that grows by doubling ends up in many regions, and a tensor cannot
@@ -106,7 +106,8 @@ def claim(device: Device, count: int, unclaimed: int | None = None) -> Block | N
 
     Args:
       device: whose allocator.
-      count: bytes.
+      count: bytes, if this is the first claim.
+      least: bytes, if it is not: what is claimed counts as in use for a moment.
       unclaimed: bytes that it may still grow by, if this is the first claim.
 
     Returns:
@@ -115,6 +116,7 @@ def claim(device: Device, count: int, unclaimed: int | None = None) -> Block | N
     shares = [1.0]
     if device.name in _claimed:
         # What was claimed before may have been cut up since.
+        count = min(count, least)
         laid = _laid.get(device.name)
         if laid is not None and device.limit is not None:
             laid.walls.clear()
@@ -232,32 +234,33 @@ def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid:
 
 
 @contextmanager
-def occupied(device: Device, laid: Laid, results: Sequence[int]) -> Iterator[None]:
-    """Keeps every free slot from being used, but for one for each result.
-
-    How many batches and results the caller holds is not known when a step is
-    planned; with this, a step finds the same free chunks however many it is.
+def settled(device: Device, laid: Laid, free: Mapping[int, int]) -> Iterator[bool]:
+    """Leaves a given number of slots free, however many batches and results are held.
 
     Args:
       device: whose allocator.
       laid: the layout in force.
-      results: bytes of each.
+      free: by size, how many slots a step is to find free.
+
+    Yields:
+      Whether there were as many.
     """
     start = laid.block.address
     end = start + laid.layout.slots_end
-    sizes = sorted({size for size in laid.layout.slots if size >= GRAIN}, reverse=True)
-    held: dict[int, list[tf.Tensor]] = {}
-    for size in sizes:
+    found: dict[int, list[tf.Tensor]] = {}
+    for size in sorted(free, reverse=True):  # a small one must not take a large slot
+        found[size] = []
         while True:
             tensor = _chunk(device, size)[0]
             if not start <= _address(tensor) < end:
                 break
-            held.setdefault(size, []).append(tensor)
+            found[size].append(tensor)
         del tensor
-    for size in results:
-        if held.get(aligned(size)):
-            held[aligned(size)].pop()
-    yield
+    enough = all(len(found[size]) >= count for size, count in free.items())
+    for size, count in free.items():
+        del found[size][:count]
+    yield enough
+    found.clear()
 
 
 def is_in_force(device: Device, laid: Laid) -> bool:

@@ -11,6 +11,7 @@ whole chunks.
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ _BINS = 21
 _SPLIT_WASTE = 128 << 20  # bytes; a larger remainder is always split off
 _ENDLESS = 1 << 50  # bytes
 _FIRST_REGION = 2 << 20  # bytes; regions then double
-_SMALL_VALUES = 1 << 18  # bytes for what no prediction sees
+_SMALL_VALUES = 1 << 19  # bytes for what no prediction sees
 
 GRAIN = 1 << 14
 """Bytes: what is smaller finds room anywhere, and is not placed."""
@@ -250,8 +251,8 @@ class Pool:
       growth: whether it started small and doubled.
       highest: most bytes that were ever in use.
       layout: how it was divided; guessed from the rest if None.
-      quiet: whether nothing else allocates while a step runs; then every slot
-        is occupied, and tensors can be placed (see ``placement``).
+      quiet: whether nothing else allocates while a step runs, so that tensors
+        can be placed (see ``placement``).
     """
 
     held: tuple[int, ...]
@@ -283,13 +284,20 @@ class Pool:
         count = -(-(2 * (self.small + small) + _SMALL_VALUES) // GRAIN)
         return (*[GRAIN - ALIGNMENT] * count, *map(aligned, single))
 
+    @property
+    def free_slots(self) -> Counter[int]:
+        """How many slots of each size are free while a step runs."""
+        held = Counter(map(aligned, (*self.constants, *self.arguments, *self.results)))
+        return Counter(size for size in self.slots if size >= GRAIN) - held
+
     def unclaimed(self) -> int:
         """Bytes that the limit still allows for one more region."""
         assert self.limit is not None
         return self.limit - self._grown().reserved
 
     def arena(self) -> Arena:
-        """A model of the pool, with slots laid and constants allocated.
+        """A model of the pool as a step finds it: with slots laid, and constants, a
+        batch and the results of the step before allocated.
 
         Raises:
           OutOfMemoryError: if not even that fits.
@@ -308,17 +316,10 @@ class Pool:
             arena.claim(_ENDLESS if self.limit is None else self.limit - arena.reserved)
         arena.limit = arena.reserved  # there is no more
         arena.lay_slots(start, slots)
-        for size in (*self.constants, *self._between()):
-            arena.allocate(size)
+        for size in (*self.constants, *self.arguments, *self.results):
+            if size:
+                arena.allocate(size)
         return arena
-
-    def _between(self) -> list[int]:
-        """Sizes of what is held besides when a step starts: the batch and the
-        results of the step before; in a quiet pool, all slots for batches (see
-        ``allocator.occupied``)."""
-        times = 3 if self.quiet else 1
-        batches = [size for size in self.arguments if size for _ in range(times)]
-        return [*batches, *filter(None, self.results)]
 
     def _grown(self) -> Arena:
         """The pool before anything is claimed."""

@@ -14,32 +14,36 @@ from dataclasses import dataclass, replace
 from .arena import GRAIN
 from .lower import node_name
 from .memory import Event, Requests
-from .program import Kind, Program
+from .program import Kind, Op, Program
 from .timeline import Allocation
 
 
 @dataclass(frozen=True)
 class Corrections:
-    """What to believe about operations instead.
+    """What to believe about kernels instead.
 
     Attributes:
-      forwards: by operation, the inputs whose buffer output 0 may take over.
+      takes_over: by type of operation, whether output 0 takes over the buffer of
+        an input of its size.
       workspace: by operation, bytes of scratch memory.
     """
 
-    forwards: dict[int, tuple[int, ...]]
+    takes_over: dict[str, bool]
     workspace: dict[int, int]
 
     def __bool__(self) -> bool:
-        return bool(self.forwards or self.workspace)
+        return bool(self.takes_over or self.workspace)
 
     def apply(self, program: Program) -> Program:
         """The program with its forwards corrected."""
-        ops = [
-            replace(op, forwards=self.forwards[index]) if index in self.forwards else op
-            for index, op in enumerate(program.ops)
-        ]
-        return replace(program, ops=tuple(ops))
+        return replace(program, ops=tuple(self._corrected(op, program) for op in program.ops))
+
+    def _corrected(self, op: Op, program: Program) -> Op:
+        if op.kind is not Kind.PURE or op.type not in self.takes_over or not op.bytes:
+            return op
+        sizes = [program.ops[source].bytes[number] for source, number in op.inputs]
+        slots = [slot for slot, size in enumerate(sizes) if size == op.bytes[0]]
+        return replace(op, forwards=tuple(slots) if self.takes_over[op.type] else ())
 
 
 def compare(
@@ -62,7 +66,7 @@ def compare(
         if allocation.requested >= GRAIN:
             measured[allocation.op][allocation.requested] += 1
     reached = max((at for at, name in enumerate(names) if name in measured), default=0)
-    forwards: dict[int, tuple[int, ...]] = {}
+    takes_over: dict[str, set[bool]] = defaultdict(set)
     workspace: dict[int, int] = {}
     for event, name, taken in zip(events[:reached], names, asked.taken, strict=False):
         op = program.ops[event.op]
@@ -75,17 +79,14 @@ def compare(
         missing, extra = expected - found, found - expected
         first = op.bytes[0]
         if missing[first] and op.kind is Kind.PURE:
-            forwards[event.op] = tuple(
-                slot
-                for slot, (source, number) in enumerate(op.inputs)
-                if program.ops[source].bytes[number] == first
-            )
+            takes_over[op.type].add(True)
             missing[first] -= 1
         elif extra[first] and op.forwards:
-            forwards[event.op] = ()
+            takes_over[op.type].add(False)
             extra[first] -= 1
         if extra.total() or missing.total():
             # An output that is not there either was never asked for by anyone.
             outputs = sum(size for size in op.bytes if size >= GRAIN and expected[size])
             workspace[event.op] = max(0, sum(found.elements()) - outputs)
-    return Corrections(forwards, workspace)
+    certain = {kind: found.pop() for kind, found in takes_over.items() if len(found) == 1}
+    return Corrections(certain, workspace)

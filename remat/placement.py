@@ -90,7 +90,7 @@ def place(requests: Requests, pool: Pool, ceiling: int, *, seed: int = 0) -> Pla
       OutOfMemoryError: if not even what is held between steps fits.
     """
     arena = pool.arena()
-    areas = _areas(arena, pool, ceiling)
+    areas = _areas(arena, pool, requests, ceiling)
     walls = [(area.start + area.size, GRAIN) for area in areas[:-1]]
     capacity = areas[-1].start + areas[-1].size
     first, last = _lifetimes(requests)
@@ -114,21 +114,26 @@ def place(requests: Requests, pool: Pool, ceiling: int, *, seed: int = 0) -> Pla
     return Placement(fillers, height, capacity, astray)
 
 
-def _areas(arena: Arena, pool: Pool, ceiling: int) -> list[_Area]:
+def _areas(arena: Arena, pool: Pool, requests: Requests, ceiling: int) -> list[_Area]:
     """What there is to place blocks in: large free chunks, then the layout's area."""
     layout = pool.layout
     assert layout is not None
     start = layout.in_use + sum(layout.before)
     end = start + layout.slots_end + layout.area
+    # The slots for this step's results are for nothing else.
+    results = [arena.allocate(requests.sizes[number]) for number in requests.kept]
     chunks = [
         chunk
         for chunk in arena.free_chunks()
         if chunk.size >= _SMALLEST_HOLE
-        and (chunk.address < start or chunk.address >= end + layout.beyond)
+        and (chunk.address < start + layout.slots_end or chunk.address >= end + layout.beyond)
     ]
+    for chunk in results:
+        arena.free(chunk)
     # The area last: what is left of it stays in one piece.
     chunks += [chunk for chunk in arena.free_chunks() if chunk.address == start + layout.slots_end]
-    held = layout.in_use + layout.slots_end + sum(chunk.size for chunk in chunks)
+    outside = [c for c in chunks if not start <= c.address < start + layout.slots_end]
+    held = layout.in_use + layout.slots_end + sum(chunk.size for chunk in outside)
     areas: list[_Area] = []
     start = 0
     for chunk in chunks:

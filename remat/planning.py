@@ -14,6 +14,7 @@ import hashlib
 import html
 import io
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -317,11 +318,12 @@ def make_plan(
 
 
 def _idle(pool: Pool) -> int:
-    """Bytes in slots that are empty while a step runs."""
+    """Bytes in slots that nothing large can be placed in while a step runs."""
     if pool.layout is None or not pool.quiet:
         return 0
     held = sum(map(aligned, (*pool.constants, *pool.arguments, *pool.results)))
-    return max(0, pool.layout.slots_end - held - pool.small)
+    free = pool.free_slots - Counter(map(aligned, pool.results))
+    return max(0, pool.layout.slots_end - held - pool.small - sum(free.elements()))
 
 
 def load_plan(prepared: Prepared, plan: Plan) -> Planned:

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,9 +41,11 @@ from .timeline import Allocation, record
 
 log = logging.getLogger("remat")
 
-_TRIALS = 4  # measured runs, at most, until the peak is within the budget
+_TRIALS = 6  # measured runs, at most, until the peak is within the budget
 _TRIAL_STEPS = 2  # with batch and results where they are for every other step
 _WATCHED_CALLS = 2  # first calls whose peak is measured
+_LAYOUTS = 3  # times, at most, that memory is divided anew for a step
+_DRIFT = 1 << 19  # bytes allocated beside a step before that happens
 _MEASURING = threading.RLock()  # the allocator's counters are the whole process's
 # Stateful operations whose every effect is on variables (which a trial run
 # puts back) or on their own random state (which a fresh lowering resets).
@@ -114,6 +116,8 @@ class CompiledStep:
         self.seconds: dict[str, float] = {}
         self._calls = 0
         self._laid: allocator.Laid | None = None
+        self._settled_bytes: int | None = None  # in use when a step starts
+        self._layouts = 1
         self._unplaced: Callable[..., list[tf.Tensor]] | None = None
         say = ProgressLine(options.verbose)
         with say:
@@ -180,10 +184,16 @@ class CompiledStep:
         try:
             if tf.inside_function():
                 return self._inside()(*flat)
-            if self._laid is not None and not allocator.is_in_force(self.device, self._laid):
-                self._lay_again()
-            with self._occupied():
+            if self._laid is None:
                 return self._run(*flat)
+            quiet = self.prepared.pool.quiet
+            if quiet and not allocator.is_in_force(self.device, self._laid):
+                self._lay_again()
+            while True:
+                with self._settled() as as_planned:
+                    if as_planned:
+                        return self._run(*flat)
+                self._drifted()
         except tf.errors.ResourceExhaustedError as error:
             raise tf.errors.ResourceExhaustedError(
                 error.node_def,
@@ -303,7 +313,7 @@ class CompiledStep:
         def run() -> None:
             nonlocal results
             try:
-                with self._occupied():
+                with self._settled():
                     results = self._run(*inputs)
             except tf.errors.ResourceExhaustedError:
                 results = None
@@ -315,6 +325,7 @@ class CompiledStep:
                     for index in program.inputs
                 ]
                 allocator.reset_peak(self.device)
+                self._settled_bytes = None  # the first run may allocate something for good
                 if number == 0:
                     recorded = record(run, on_gpu=self.device.name.startswith("GPU"))
                 else:
@@ -334,10 +345,51 @@ class CompiledStep:
     def _lower(self) -> Callable[..., list[tf.Tensor]]:
         return lower(self.prepared.program, self.planned.events, self.planned.fillers)
 
-    def _occupied(self) -> AbstractContextManager[None]:
-        if self._laid is None or not self.prepared.pool.quiet or tf.inside_function():
-            return nullcontext()
-        return allocator.occupied(self.device, self._laid, self.prepared.pool.results)
+    @contextmanager
+    def _settled(self) -> Iterator[bool]:
+        """Puts the pool into the state that the plan is for; yields whether it is."""
+        assert self._laid is not None
+        pool = self.prepared.pool
+        if not pool.quiet:
+            yield True
+            return
+        with allocator.settled(self.device, self._laid, pool.free_slots) as enough:
+            in_use = allocator.bytes_in_use(self.device)
+            if self._settled_bytes is None:
+                self._settled_bytes = in_use
+            yield enough and in_use - self._settled_bytes < _DRIFT
+
+    def _drifted(self) -> None:
+        """Something else has been allocated since the step was planned: plans for
+        what is left, and after some times of that without places for tensors."""
+        self._layouts += 1
+        try:
+            if self._layouts <= _LAYOUTS:
+                self._lay_again(fresh=True)
+                return
+            warnings.warn(
+                "memory is allocated beside the step again and again (an input pipeline that "
+                "prefetches, results that are kept): planning without places for tensors",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            self._unplace()
+            with ProgressLine(self.options.verbose) as say:
+                self.planned = self._solve(None, say, self.plan.schedule)
+        except InfeasibleBudgetError as error:
+            warnings.warn(
+                f"beside what was allocated since the step was planned there is no plan within "
+                f"its budget, so the old one stays: {error}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            self._unplace()
+        self._run = self._lower()
+
+    def _unplace(self) -> None:
+        """Goes on without places for tensors."""
+        self.prepared = replace(self.prepared, pool=replace(self.prepared.pool, quiet=False))
+        self.planned = replace(self.planned, fillers={})
 
     def _claim(self, pool: Pool, budget: int) -> allocator.Block | None:
         """Claims what the step will use beside what is there already.
@@ -345,19 +397,22 @@ class CompiledStep:
         Where there is more, it claims more: what lies beyond the budget is then
         never the best fit for anything.
         """
+        in_use = allocator.bytes_in_use(self.device)
         count, unclaimed, limit = 2 * budget, None, self.device.limit
         if limit is not None:
-            count = min(count, limit - allocator.bytes_in_use(self.device))
+            count = min(count, limit - in_use)
             unclaimed = replace(pool, limit=limit).unclaimed() if self.device.growth else None
-        return allocator.claim(self.device, count, unclaimed)
+        return allocator.claim(self.device, count, budget - in_use, unclaimed)
 
-    def _lay_again(self) -> None:
-        """Plans for the layout that another step has made of the same memory."""
+    def _lay_again(self, fresh: bool = False) -> None:
+        """Plans for the memory as it is now: another step, or (``fresh``) something
+        else, has taken some of it."""
         assert self._laid is not None
-        pool = self.prepared.pool
+        pool = replace(self.prepared.pool, layout=None)
+        self._settled_bytes = None
         with ProgressLine(self.options.verbose) as say:
-            say.line("another step has divided the memory anew: planning again")
-            found = allocator.latest(self.device, pool.slots)
+            say.line("memory is not divided as it was: planning again")
+            found = None if fresh else allocator.latest(self.device, pool.slots)
             if found is None:
                 block = self._claim(pool, self.budget) or self._laid.block
                 found = allocator.lay_out(self.device, block, pool, self.budget)

@@ -98,9 +98,15 @@ from remat.timeline import record
 resident = step.compiled.prepared.pool.resident
 batch = tf.nest.map_structure(tf.constant, data[0])
 asked = now = 0
+fillers = set()  # addresses
 for allocation in record(lambda: step(*batch), on_gpu=False):
-    now += allocation.requested
-    asked = max(asked, now)
+    if allocation.op.startswith("remat/filler"):
+        fillers.add(allocation.address)
+    elif allocation.address in fillers and allocation.requested < 0:
+        fillers.remove(allocation.address)
+    else:
+        now += allocation.requested
+        asked = max(asked, now)
 
 put_back(model, optimizer, start)
 model.compile(optimizer=optimizer, loss=loss, jit_compile=False)

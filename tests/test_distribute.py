@@ -65,7 +65,7 @@ def train(ours):
             loss = tf.reduce_mean(losses) / 2
         return loss, tape.gradient(loss, model.trainable_variables)
 
-    gradients = remat.function(gradients, budget=0.95, **CHEAP) if ours else tf.function(gradients)
+    gradients = remat.function(gradients, budget=0.93, **CHEAP) if ours else tf.function(gradients)
 
     def step(x, y):
         loss, found = gradients(x, y)

@@ -108,7 +108,7 @@ from remat.arena import Pool
 held = [tf.zeros([size]) for size in (1000, 300_000, 50_000, 700_000)]
 del held[1], held[1]
 device = allocator.device_at_hand()
-block = allocator.claim(device, 64 << 20)
+block = allocator.claim(device, 64 << 20, 64 << 20)
 pool = Pool(held=(), arguments=(1 << 20,), results=(3 << 20,))
 before = allocator.bytes_in_use(device)
 laid = allocator.lay_out(device, block, pool, 40 << 20)
@@ -124,9 +124,13 @@ batches = [take(1 << 20) for _ in range(3)]
 results = [take(3 << 20) for _ in range(2)]
 inside = offsets(batches + results)
 del batches[1:], results[1:]
-with allocator.occupied(device, laid, pool.results):
-    next_result = offsets([take(3 << 20)])[0]
+free = pool.free_slots
+with allocator.settled(device, laid, free) as enough:
+    # One result and two batches are free, and no more.
+    all_three = [take(3 << 20), take(1 << 20), take(1 << 20)]
+    taken = offsets(all_three)
     elsewhere = offsets([take(1 << 20)])[0]
+del all_three
 answer(
     holes=[*layout.before, *layout.after],
     kept=allocator.bytes_in_use(device) - before - (4 << 20),
@@ -135,7 +139,8 @@ answer(
     slots_end=layout.slots_end,
     area=offsets([take(layout.area)])[0],
     used=layout.in_use + sum([*layout.before, *layout.after]) + layout.slots_end + layout.area,
-    next_result=next_result,
+    taken=taken,
+    enough=enough,
     elsewhere=elsewhere,
 )
 """,
@@ -148,8 +153,8 @@ answer(
     assert all(0 <= offset < found["slots_end"] for offset in found["inside"])
     assert found["area"] == found["slots_end"]
     assert found["used"] == 40 << 20
-    # While a step runs, one slot is free for its result, and none for anything else.
-    assert found["next_result"] in found["inside"]
+    assert found["enough"]
+    assert all(offset in found["inside"] for offset in found["taken"])
     assert not 0 <= found["elsewhere"] < found["slots_end"]
 
 
