@@ -158,7 +158,7 @@ def is_tight(device: Device, budget: int) -> bool:
     return device.limit is not None and device.limit <= budget * _TIGHT
 
 
-def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid:
+def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid | None:
     """Divides a block into slots and an area (see ``Layout``).
 
     A block that another step's layout is in is divided anew: ``is_in_force``
@@ -169,6 +169,9 @@ def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid:
       block: what is claimed.
       pool: for the slots.
       budget: bytes, everything included.
+
+    Returns:
+      The layout; None if it would leave less than half of the budget in one piece.
     """
     # Something small may have been left in it since it was claimed.
     tensor, size = _chunk(device, block.bytes - block.bytes // 64)
@@ -199,26 +202,26 @@ def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid:
             del tensor
     sizes = pool.slots
     end = Layout(0, (), sizes, 0).slots_end
-    area = min(block.bytes, budget - in_use - sum(chunk for _, chunk in others)) - end
+    left = budget - in_use
+    area = min(block.bytes, left - sum(chunk for _, chunk in others)) - end
     beyond = block.bytes - end - area
+    if area < left // 2:
+        return None
     if beyond < _SMALLEST_CLAIM:  # not worth a wall, or there is no room for one
         area, beyond = area + beyond, 0
     walls: list[tf.Tensor] = []
-    if area < 0:
-        sizes, area = (), block.bytes  # hopelessly small; planning will say so
-    else:
-        slots = []
-        for size in sizes:
-            slots.append(_chunk(device, size)[0])
-            walls.append(_chunk(device, ALIGNMENT)[0])
-        if beyond > 0:
-            # What comes after the area is not to be merged with it.
-            left = area
-            while left > 0:
-                whole = is_split(left + beyond, left)
-                slots.append(_chunk(device, left if whole else aligned((left + beyond) // 4))[0])
-                left -= slots[-1].shape[0] * 4
-            walls.append(_chunk(device, ALIGNMENT)[0])
+    slots = []
+    for size in sizes:
+        slots.append(_chunk(device, size)[0])
+        walls.append(_chunk(device, ALIGNMENT)[0])
+    if beyond > 0:
+        # What comes after the area is not to be merged with it.
+        left = area
+        while left > 0:
+            whole = is_split(left + beyond, left)
+            slots.append(_chunk(device, left if whole else aligned((left + beyond) // 4))[0])
+            left -= slots[-1].shape[0] * 4
+        walls.append(_chunk(device, ALIGNMENT)[0])
     lower = sorted((_address(t), chunk) for t, chunk in others if _address(t) < block.address)
     higher = sorted((_address(t), chunk) for t, chunk in others if _address(t) > block.address)
     layout = Layout(

@@ -8,7 +8,7 @@ takes over the buffer of an input, and how much scratch memory it asks for.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .arena import GRAIN
@@ -50,6 +50,7 @@ def compare(
     program: Program,
     events: Sequence[Event],
     asked: Requests,
+    workspace: Mapping[int, int],
     recorded: Iterable[Allocation],
 ) -> Corrections:
     """Compares what each event was expected to allocate with what it did.
@@ -58,6 +59,7 @@ def compare(
       program: the operations.
       events: their runs.
       asked: what they were expected to ask for.
+      workspace: bytes of scratch memory that they were expected to ask for.
       recorded: of one run; it may have ended early.
     """
     names = [node_name(program, event) for event in events]
@@ -67,7 +69,7 @@ def compare(
             measured[allocation.op][allocation.requested] += 1
     reached = max((at for at, name in enumerate(names) if name in measured), default=0)
     takes_over: dict[str, set[bool]] = defaultdict(set)
-    workspace: dict[int, int] = {}
+    found_workspace: dict[int, int] = {}
     for event, name, taken in zip(events[:reached], names, asked.taken, strict=False):
         op = program.ops[event.op]
         if op.kind not in (Kind.PURE, Kind.ONCE) or not op.bytes:
@@ -87,6 +89,8 @@ def compare(
         if extra.total() or missing.total():
             # An output that is not there either was never asked for by anyone.
             outputs = sum(size for size in op.bytes if size >= GRAIN and expected[size])
-            workspace[event.op] = max(0, sum(found.elements()) - outputs)
+            scratch = max(0, sum(found.elements()) - outputs)
+            if scratch != workspace.get(event.op, 0):
+                found_workspace[event.op] = scratch
     certain = {kind: found.pop() for kind, found in takes_over.items() if len(found) == 1}
-    return Corrections(certain, workspace)
+    return Corrections(certain, found_workspace)

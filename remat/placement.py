@@ -132,14 +132,15 @@ def _areas(arena: Arena, pool: Pool, requests: Requests, ceiling: int) -> list[_
         arena.free(chunk)
     # The area last: what is left of it stays in one piece.
     chunks += [chunk for chunk in arena.free_chunks() if chunk.address == start + layout.slots_end]
-    outside = [c for c in chunks if not start <= c.address < start + layout.slots_end]
-    held = layout.in_use + layout.slots_end + sum(chunk.size for chunk in outside)
+    slots = range(start, start + layout.slots_end)
+    left = ceiling - layout.in_use - layout.slots_end
     areas: list[_Area] = []
     start = 0
     for chunk in chunks:
         size = chunk.size
-        if chunk is chunks[-1]:
-            size -= max(0, held - ceiling)
+        if chunk.address not in slots:
+            size = min(size, left)
+            left -= size
         areas.append(_Area(start, chunk.address, max(0, size // GRAIN * GRAIN), chunk.size))
         start += areas[-1].size + GRAIN
     return areas

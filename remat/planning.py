@@ -369,23 +369,7 @@ def _carry_out(prepared: Prepared, plan: Plan, target: int, ceiling: int) -> Pla
     """Expands a plan's schedule, finds a place for everything, and predicts the peak."""
     events = expand(prepared.extraction, plan.schedule)
     asked = requests(prepared.program, events, prepared.prices.workspace)
-    pool = prepared.pool
-    endless = replace(pool, limit=None, layout=None, quiet=False)
-    fillers: Mapping[int, Sequence[Filler]] = {}
-    try:
-        if pool.layout is not None and pool.quiet:
-            placement = place(asked, pool, ceiling)
-            fits = placement.height <= placement.capacity
-            fillers = placement.fillers
-            usage = simulate(asked, pool if fits else endless, fillers)
-            needed = ceiling + placement.height - placement.capacity
-        else:
-            usage = simulate(asked, pool)
-            needed = usage.peak
-    except OutOfMemoryError:
-        fillers = {}
-        usage = simulate(asked, endless)
-        needed = max(usage.peak, int(ceiling * _OVERFULL))
+    fillers, usage, needed = _place(asked, prepared.pool, plan.budget, ceiling)
     details = {
         "step": prepared.fingerprint,
         "requested_peak": usage.requested_peak,
@@ -400,6 +384,35 @@ def _carry_out(prepared: Prepared, plan: Plan, target: int, ceiling: int) -> Pla
         **{**known, "peak": usage.peak, "details": details}, extracted=prepared.extraction.graph
     )
     return Planned(stated, events, fillers, target, needed)
+
+
+def _place(
+    asked: Requests, pool: Pool, budget: int, ceiling: int
+) -> tuple[Mapping[int, Sequence[Filler]], Usage, int]:
+    """Finds a place for everything, or trusts the allocator to.
+
+    Returns:
+      Fillers, what the events take, and how much of that must be below the ceiling.
+    """
+    over = 0
+    if pool.layout is not None and pool.quiet:
+        try:
+            placement = place(asked, pool, ceiling)
+            over = placement.height - placement.capacity
+            if over <= 0:
+                usage = simulate(asked, pool, placement.fillers)
+                # Fillers too are within the budget, if not below the ceiling.
+                if usage.peak <= budget:
+                    return placement.fillers, usage, ceiling
+        except OutOfMemoryError:
+            over = 1  # something is astray
+    try:
+        usage = simulate(asked, pool)
+        return {}, usage, usage.peak
+    except OutOfMemoryError:
+        usage = simulate(asked, replace(pool, limit=None, layout=None, quiet=False))
+        needed = ceiling + over if over > 0 else max(usage.peak, int(ceiling * _OVERFULL))
+        return {}, usage, needed
 
 
 def _run_once(program: Program, threshold: int) -> dict[str, tuple[int, int]]:

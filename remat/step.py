@@ -142,6 +142,7 @@ class CompiledStep:
             self.budget, self.budget_source = self._resolve_budget(self.prepared.plain.peak)
             if block is not None:
                 self._laid = allocator.lay_out(self.device, block, pool, self.budget)
+            if self._laid is not None:
                 # Replicas run side by side.
                 alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
                 quiet = alone and options.quiet is not False
@@ -338,9 +339,9 @@ class CompiledStep:
     def _compare(self, recorded: Sequence[Allocation]) -> Corrections:
         """What a recorded run says about the model of the step's memory."""
         program, events = self.prepared.program, self.planned.events
-        return compare(
-            program, events, requests(program, events, self.prepared.prices.workspace), recorded
-        )
+        workspace = self.prepared.prices.workspace
+        asked = requests(program, events, workspace)
+        return compare(program, events, asked, workspace, recorded)
 
     def _lower(self) -> Callable[..., list[tf.Tensor]]:
         return lower(self.prepared.program, self.planned.events, self.planned.fillers)
@@ -348,9 +349,8 @@ class CompiledStep:
     @contextmanager
     def _settled(self) -> Iterator[bool]:
         """Puts the pool into the state that the plan is for; yields whether it is."""
-        assert self._laid is not None
         pool = self.prepared.pool
-        if not pool.quiet:
+        if self._laid is None or not pool.quiet:
             yield True
             return
         with allocator.settled(self.device, self._laid, pool.free_slots) as enough:
@@ -417,7 +417,11 @@ class CompiledStep:
                 block = self._claim(pool, self.budget) or self._laid.block
                 found = allocator.lay_out(self.device, block, pool, self.budget)
             self._laid = found
-            self.prepared = replace(self.prepared, pool=replace(pool, layout=found.layout))
+            if found is None:
+                pool = replace(pool, quiet=False)
+            else:
+                pool = replace(pool, layout=found.layout)
+            self.prepared = replace(self.prepared, pool=pool)
             self.planned = self._solve(None, say, self.plan.schedule)
             self._run = self._lower()
 

@@ -100,7 +100,7 @@ batch = tf.nest.map_structure(tf.constant, data[0])
 asked = now = 0
 fillers = set()  # addresses
 for allocation in record(lambda: step(*batch), on_gpu=False):
-    if allocation.op.startswith("remat/filler"):
+    if allocation.op.startswith(("remat/filler", "_ParallelConcatStart")):
         fillers.add(allocation.address)
     elif allocation.address in fillers and allocation.requested < 0:
         fillers.remove(allocation.address)
@@ -137,7 +137,7 @@ def test_same_predictions_and_losses_as_the_plain_step() -> None:
         "exact(); keras.utils.set_random_seed(1)\n"
         + dedent(_MODELS["batchnorm"])
         + """
-step = remat.compile(model, loss, optimizer, *specs, budget=0.6)
+step = remat.compile(model, loss, optimizer, *specs, budget=0.7)
 start = state(model, optimizer)
 data = list(zip(batches(specs[0], 3), batches(specs[1], 3, seed=1)))
 ours = train(step, data)
