@@ -296,8 +296,7 @@ class Pool:
         return self.limit - self._grown().reserved
 
     def arena(self) -> Arena:
-        """A model of the pool as a step finds it: with slots laid, and constants, a
-        batch and the results of the step before allocated.
+        """A model of the pool, with slots laid and constants allocated.
 
         Raises:
           OutOfMemoryError: if not even that fits.
@@ -316,10 +315,17 @@ class Pool:
             arena.claim(_ENDLESS if self.limit is None else self.limit - arena.reserved)
         arena.limit = arena.reserved  # there is no more
         arena.lay_slots(start, slots)
-        for size in (*self.constants, *self.arguments, *self.results):
-            if size:
-                arena.allocate(size)
+        for size in self.constants:
+            arena.allocate(size)
         return arena
+
+    def batch(self, arena: Arena) -> list[Chunk]:
+        """Allocates a batch."""
+        return [arena.allocate(size) for size in self.arguments if size]
+
+    def last_results(self, arena: Arena) -> list[Chunk]:
+        """Allocates the results of the step before."""
+        return [arena.allocate(size) for size in self.results if size]
 
     def _grown(self) -> Arena:
         """The pool before anything is claimed."""

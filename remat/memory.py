@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .arena import Chunk, Pool
+from .arena import Arena, Chunk, Pool
 from .program import KEPT_SCRATCH, SCRATCH_FIRST, Kind, Program, Tensor
+
+_STEPS = 12  # runs, at most, until batches and results lie where they did before
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +116,32 @@ def simulate(requests: Requests, pool: Pool, fillers: Fillers | None = None) -> 
       OutOfMemoryError: if a request does not fit in the pool's limit.
     """
     arena = pool.arena()
+    batch, results = pool.batch(arena), pool.last_results(arena)
+    peak = 0
+    # In a quiet pool every step finds the same; else they are followed until
+    # batches and results lie where they did before.
+    seen: set[tuple[int, ...]] = set()
+    for _ in range(1 if pool.quiet else _STEPS):
+        held = tuple(chunk.address for chunk in (*batch, *results))
+        if held in seen:
+            break
+        seen.add(held)
+        highest, returned = _simulate_step(requests, arena, fillers or {})
+        peak = max(peak, highest)
+        following = pool.batch(arena)
+        for chunk in (*batch, *results):
+            arena.free(chunk)
+        batch, results = following, returned
+    requested = max(requests.timeline(pool.resident), default=pool.resident)
+    return Usage(peak, arena.footprint, requested)
+
+
+def _simulate_step(requests: Requests, arena: Arena, fillers: Fillers) -> tuple[int, list[Chunk]]:
+    """Most bytes in use, and where the results are."""
     chunks: dict[int, Chunk] = {}
     peak = arena.in_use
     for event, (taken, given) in enumerate(zip(requests.taken, requests.given, strict=True)):
-        fill = [(arena.allocate(filler.bytes), filler) for filler in (fillers or {}).get(event, ())]
+        fill = [(arena.allocate(filler.bytes), filler) for filler in fillers.get(event, ())]
         peak = max(peak, arena.in_use)
         for chunk, filler in fill:
             if not filler.during:
@@ -130,8 +154,7 @@ def simulate(requests: Requests, pool: Pool, fillers: Fillers | None = None) -> 
         for chunk, filler in fill:
             if filler.during:
                 arena.free(chunk)
-    requested = max(requests.timeline(pool.resident), default=pool.resident)
-    return Usage(peak, arena.footprint, requested)
+    return peak, [chunks[number] for number in requests.kept]
 
 
 @dataclass(slots=True)

@@ -90,6 +90,8 @@ def place(requests: Requests, pool: Pool, ceiling: int, *, seed: int = 0) -> Pla
       OutOfMemoryError: if not even what is held between steps fits.
     """
     arena = pool.arena()
+    pool.batch(arena)
+    pool.last_results(arena)
     areas = _areas(arena, pool, requests, ceiling)
     walls = [(area.start + area.size, GRAIN) for area in areas[:-1]]
     capacity = areas[-1].start + areas[-1].size

@@ -38,6 +38,7 @@ MARGIN = 0.005
 """Share of the budget left free for what the prediction does not see: small
 host-side tensors and scratch memory that changes from run to run."""
 
+_UNPLACED_MARGIN = 0.015  # the same where the allocator chooses the places
 _SHOWN = 4  # kinds of operations that a summary names
 _ROUNDS = 16  # solves, at most, until the prediction fits
 _PATIENCE = 8  # of them with small steps
@@ -282,7 +283,7 @@ def make_plan(
     """
     graph = prepared.extraction.graph
     if ceiling is None:
-        ceiling = int(budget * (1 - MARGIN))
+        ceiling = int(budget * (1 - (MARGIN if prepared.pool.quiet else _UNPLACED_MARGIN)))
     target, planned, bound = ceiling - _idle(prepared.pool), None, None
     again = (default_time_limit(graph) if time_limit is None else time_limit) / 4
     for number in range(_ROUNDS):
