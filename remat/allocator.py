@@ -19,7 +19,7 @@ import psutil
 import tensorflow as tf
 from tensorflow.python.eager import context, execute
 
-from .arena import ALIGNMENT, Layout, Pool, aligned, is_split
+from .arena import ALIGNMENT, Layout, Pool, aligned, is_split, slots_end
 
 UNWRITTEN = "_ParallelConcatStart"
 """An operation that allocates memory and does not write to it: the first half of
@@ -201,7 +201,7 @@ def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid | Non
             block = Block(_address(tensor), chunk)
             del tensor
     sizes = pool.slots
-    end = Layout(0, (), sizes, 0).slots_end
+    end = slots_end(sizes)
     left = budget - in_use
     area = min(block.bytes, left - sum(chunk for _, chunk in others)) - end
     beyond = block.bytes - end - area
@@ -216,11 +216,11 @@ def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid | Non
         walls.append(_chunk(device, ALIGNMENT)[0])
     if beyond > 0:
         # What comes after the area is not to be merged with it.
-        left = area
-        while left > 0:
-            whole = is_split(left + beyond, left)
-            slots.append(_chunk(device, left if whole else aligned((left + beyond) // 4))[0])
-            left -= slots[-1].shape[0] * 4
+        rest = area
+        while rest > 0:
+            whole = is_split(rest + beyond, rest)
+            slots.append(_chunk(device, rest if whole else aligned((rest + beyond) // 4))[0])
+            rest -= slots[-1].shape[0] * 4
         walls.append(_chunk(device, ALIGNMENT)[0])
     lower = sorted((_address(t), chunk) for t, chunk in others if _address(t) < block.address)
     higher = sorted((_address(t), chunk) for t, chunk in others if _address(t) > block.address)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 ALIGNMENT = 256  # bytes; every request is rounded up to a multiple
 _BINS = 21
@@ -198,6 +199,11 @@ def _bin(size: int) -> int:
     return min(_BINS - 1, max(size >> 8, 1).bit_length() - 1)
 
 
+def slots_end(slots: Sequence[int]) -> int:
+    """Bytes that slots take, with a wall after each."""
+    return sum(slots) + len(slots) * ALIGNMENT
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a pool was divided for the steps that use it.
@@ -224,7 +230,7 @@ class Layout:
     @property
     def slots_end(self) -> int:
         """Bytes from the first slot to the area, walls included."""
-        return sum(self.slots) + len(self.slots) * ALIGNMENT
+        return slots_end(self.slots)
 
     def serves(self, slots: Iterable[int]) -> bool:
         """Whether each of ``slots`` finds one here."""
@@ -248,7 +254,6 @@ class Pool:
         caller holds one of each while a step runs.
       small: bytes of values below ``GRAIN`` that a step holds at once.
       limit: bytes that it may hold, or None if that is no concern.
-      growth: whether it started small and doubled.
       highest: most bytes that were ever in use.
       layout: how it was divided; guessed from the rest if None.
       quiet: whether nothing else allocates while a step runs, so that tensors
@@ -261,7 +266,6 @@ class Pool:
     results: tuple[int, ...] = ()
     small: int = 0
     limit: int | None = None
-    growth: bool = True
     highest: int = 0
     layout: Layout | None = None
     quiet: bool = False
@@ -284,7 +288,7 @@ class Pool:
         count = -(-(2 * (self.small + small) + _SMALL_VALUES) // GRAIN)
         return (*[GRAIN - ALIGNMENT] * count, *map(aligned, single))
 
-    @property
+    @cached_property
     def free_slots(self) -> Counter[int]:
         """How many slots of each size are free while a step runs."""
         held = Counter(map(aligned, (*self.constants, *self.arguments, *self.results)))
@@ -329,10 +333,7 @@ class Pool:
 
     def _grown(self) -> Arena:
         """The pool before anything is claimed."""
-        if not self.growth:
-            arena = Arena(self.limit or _ENDLESS, growth=False)
-        else:
-            arena = Arena(self.limit)
+        arena = Arena(self.limit)
         for size in self.held:
             arena.allocate(size)
         missing = min(self.highest, self.limit or self.highest) - arena.reserved

@@ -10,7 +10,7 @@ against assignments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2, types_pb2
@@ -18,7 +18,7 @@ from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context
 
 from .allocator import UNWRITTEN
-from .memory import Event, Filler
+from .memory import Event, Fillers
 from .program import Kind, Program
 
 # oneDNN's layout pass fuses these with the convolution beside them, without
@@ -31,7 +31,7 @@ _DROPPED_ATTRIBUTES = ("_class", "_output_shapes", "_grappler_do_not_remove")
 def lower(
     program: Program,
     events: Sequence[Event],
-    fillers: Mapping[int, Sequence[Filler]] | None = None,
+    fillers: Fillers | None = None,
 ) -> Callable[..., list[tf.Tensor]]:
     """Builds the function that runs ``events`` in order, with ``fillers`` between them.
 
@@ -100,7 +100,7 @@ def node_name(program: Program, event: Event) -> str:
 
 
 def build_graph(
-    program: Program, events: Sequence[Event], fillers: Mapping[int, Sequence[Filler]]
+    program: Program, events: Sequence[Event], fillers: Fillers
 ) -> tuple[graph_pb2.GraphDef, list[str]]:
     """The graph of ``events``, and the name of each event's node."""
     graph_def = graph_pb2.GraphDef()

@@ -69,14 +69,15 @@ class Requests:
     given: tuple[tuple[int, ...], ...]
     kept: tuple[int, ...]
 
-    def last(self) -> list[int]:
-        """For each request, the event after which it is given back (past the
-        end for what is kept)."""
-        found = [len(self.given)] * len(self.sizes)
+    def lifetimes(self) -> tuple[list[int], list[int]]:
+        """The first and the last event during which each request is held; the last
+        is past the end for what is kept."""
+        first = [event for event, taken in enumerate(self.taken) for _ in taken]
+        last = [len(self.given)] * len(self.sizes)
         for event, numbers in enumerate(self.given):
             for number in numbers:
-                found[number] = event
-        return found
+                last[number] = event
+        return first, last
 
     def timeline(self, resident: int) -> list[int]:
         """Bytes held while each event runs, as requested."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .arena import GRAIN, Arena, Chunk, Pool, aligned, is_split
-from .memory import Filler, Requests
+from .memory import Filler, Fillers, Requests
 from .packing import Blocks, pack
 
 _SMALLEST_HOLE = 1 << 20  # bytes; large tensors are placed in what is larger
@@ -43,7 +43,7 @@ class Placement:
       astray: requests that are in the way of others nevertheless.
     """
 
-    fillers: Mapping[int, Sequence[Filler]]
+    fillers: Fillers
     height: int
     capacity: int
     astray: int = 0
@@ -95,7 +95,7 @@ def place(requests: Requests, pool: Pool, ceiling: int, *, seed: int = 0) -> Pla
     areas = _areas(arena, pool, requests, ceiling)
     walls = [(area.start + area.size, GRAIN) for area in areas[:-1]]
     capacity = areas[-1].start + areas[-1].size
-    first, last = _lifetimes(requests)
+    first, last = requests.lifetimes()
     rooms = _rooms(requests)
     # What one operation allocates must not merge into one chunk: one grain between.
     together = {n: sum(other in rooms for other in requests.taken[first[n]]) > 1 for n in rooms}
@@ -148,16 +148,6 @@ def _areas(arena: Arena, pool: Pool, requests: Requests, ceiling: int) -> list[_
     return areas
 
 
-def _lifetimes(requests: Requests) -> tuple[list[int], list[int]]:
-    """The first and the last event during which each request is held."""
-    first = [event for event, taken in enumerate(requests.taken) for _ in taken]
-    last = [len(requests.given)] * len(requests.sizes)
-    for event, given in enumerate(requests.given):
-        for number in given:
-            last[number] = event
-    return first, last
-
-
 def _rooms(requests: Requests) -> dict[int, int]:
     """Bytes to leave for each large request that does not outlive the step.
 
@@ -198,7 +188,7 @@ class _Steering:
         self.areas = areas
         self.placed = cells
         self.chunks: dict[int, Chunk] = {}  # of the requests that are held
-        first, self.last = _lifetimes(requests)
+        first, self.last = requests.lifetimes()
         beside = [arena.allocate(requests.sizes[number]) for number in requests.kept]
         reserved = dict(cells)
         for number, chunk in zip(requests.kept, beside, strict=True):

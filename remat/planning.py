@@ -23,7 +23,7 @@ from .arena import GRAIN, OutOfMemoryError, Pool, aligned
 from .calibrate import Corrections
 from .executor import execution_order
 from .extract import Extraction, expand, extract
-from .memory import Event, Filler, Requests, Usage, requests, simulate
+from .memory import Event, Fillers, Requests, Usage, requests, simulate
 from .placement import place
 from .price import Prices, Profile, price
 from .program import Kind, Program, build
@@ -126,7 +126,7 @@ class Planned:
 
     plan: StepPlan
     events: tuple[Event, ...]
-    fillers: Mapping[int, Sequence[Filler]]
+    fillers: Fillers
     target: int
     needed: int
 
@@ -170,17 +170,11 @@ def _plain_requests(program: Program, workspace: Mapping[int, int]) -> list[Requ
     ]
 
 
-def pool_of(program: Program, other_bytes: int = 0, highest: int = 0) -> Pool:
-    """The memory pool that a step finds: variables, constants, batch, results.
-
-    Args:
-      program: the step.
-      other_bytes: bytes in use that are neither variables nor arguments.
-      highest: most bytes that the allocator ever held.
-    """
-    variables = [size for size in program.variable_bytes.values() if size]
+def pool_of(program: Program) -> Pool:
+    """The memory pool that a step finds where nothing else is in it: variables,
+    constants, batch, results."""
     return Pool(
-        held=(*variables, *([other_bytes] if other_bytes > 0 else [])),
+        held=tuple(size for size in program.variable_bytes.values() if size),
         constants=tuple(sum(op.bytes) for op in program.ops if op.kind is Kind.CONSTANT),
         arguments=tuple(sum(program.ops[index].bytes) for index in program.inputs),
         results=tuple(
@@ -189,7 +183,6 @@ def pool_of(program: Program, other_bytes: int = 0, highest: int = 0) -> Pool:
             if program.ops[op].kind in (Kind.PURE, Kind.ONCE)
         ),
         small=max(map(_small_peak, _plain_requests(program, {}))),
-        highest=highest,
     )
 
 
@@ -387,9 +380,7 @@ def _carry_out(prepared: Prepared, plan: Plan, target: int, ceiling: int) -> Pla
     return Planned(stated, events, fillers, target, needed)
 
 
-def _place(
-    asked: Requests, pool: Pool, budget: int, ceiling: int
-) -> tuple[Mapping[int, Sequence[Filler]], Usage, int]:
+def _place(asked: Requests, pool: Pool, budget: int, ceiling: int) -> tuple[Fillers, Usage, int]:
     """Finds a place for everything, or trusts the allocator to.
 
     Returns:

@@ -128,10 +128,11 @@ class CompiledStep:
                 )
             pool, block = pool_of(program), None
             if self.device.counted:
-                pool = pool_of(
-                    program,
-                    allocator.bytes_in_use(self.device) - sum(pool.held),
-                    allocator.peak_before_claims(self.device),
+                other = allocator.bytes_in_use(self.device) - sum(pool.held)
+                pool = replace(
+                    pool,
+                    held=(*pool.held, other) if other > 0 else pool.held,
+                    highest=allocator.peak_before_claims(self.device),
                 )
                 budget, _ = self._resolve_budget(plain_usage(program, {}, pool).peak)
                 block = self._claim(pool, budget)
