@@ -8,7 +8,7 @@ takes over the buffer of an input, and how much scratch memory it asks for.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .arena import GRAIN
@@ -51,7 +51,7 @@ def compare(
     events: Sequence[Event],
     asked: Requests,
     workspace: Mapping[int, int],
-    recorded: Iterable[Allocation],
+    recorded: Sequence[Allocation],
 ) -> Corrections:
     """Compares what each event was expected to allocate with what it did.
 
@@ -67,7 +67,10 @@ def compare(
     for allocation in recorded:
         if allocation.requested >= GRAIN:
             measured[allocation.op][allocation.requested] += 1
-    reached = max((at for at, name in enumerate(names) if name in measured), default=0)
+    position = {name: at for at, name in enumerate(names)}
+    # What was folded into a constant is allocated before its turn.
+    order = [position[allocation.op] for allocation in recorded if allocation.op in position]
+    reached = order[-1] if order else 0
     takes_over: dict[str, set[bool]] = defaultdict(set)
     found_workspace: dict[int, int] = {}
     for event, name, taken in zip(events[:reached], names, asked.taken, strict=False):

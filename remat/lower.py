@@ -10,7 +10,7 @@ against assignments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2, types_pb2
@@ -32,8 +32,15 @@ def lower(
     program: Program,
     events: Sequence[Event],
     fillers: Fillers | None = None,
+    constants: Mapping[int, tf.Tensor] | None = None,
 ) -> Callable[..., list[tf.Tensor]]:
     """Builds the function that runs ``events`` in order, with ``fillers`` between them.
+
+    Args:
+      program: the operations.
+      events: their runs.
+      fillers: what is allocated between them.
+      constants: as ``held_constants`` makes them, where there are some already.
 
     Returns:
       A function of the step's flattened arguments that returns its flattened
@@ -47,10 +54,7 @@ def lower(
         for index in program.inputs
     ]
 
-    constants = {
-        index: tf.constant(tf.make_ndarray(program.nodes[index].attr["value"].tensor))
-        for index in program.unfolded
-    }
+    held = held_constants(program) if constants is None else constants
 
     def body(*arguments: tf.Tensor) -> list[tf.Tensor]:
         graph = tf.compat.v1.get_default_graph()
@@ -61,7 +65,7 @@ def lower(
         for index, external in program.captures:
             bound[names[newest[index]]] = graph.capture(external)
         for index in program.unfolded & newest.keys():
-            bound[names[newest[index]]] = graph.capture(constants[index])
+            bound[names[newest[index]]] = graph.capture(held[index])
         return tf.graph_util.import_graph_def(
             graph_def, input_map=bound, return_elements=outputs, name=""
         )
@@ -91,6 +95,14 @@ def lower(
         )
 
     return call
+
+
+def held_constants(program: Program) -> dict[int, tf.Tensor]:
+    """The constants that a lowered function takes as arguments, by operation."""
+    return {
+        index: tf.constant(tf.make_ndarray(program.nodes[index].attr["value"].tensor))
+        for index in program.unfolded
+    }
 
 
 def node_name(program: Program, event: Event) -> str:

@@ -104,12 +104,16 @@ class Program:
         TensorFlow's runtime evaluates operations on constants when a function
         is made ready, and holds the results for good, up to 10 MB each: what
         the step would write for a moment (a tile of zeros) becomes resident.
+        It allocates large constants amid the first step; as arguments they are
+        where they stay before.
         """
         source: dict[int, int] = {}  # operation -> a constant that it depends on
         found = set()
         for index, op in enumerate(self.ops):
             if op.kind is Kind.CONSTANT:
                 source[index] = index
+                if sum(op.bytes) > _SMALL_CONSTANT:
+                    found.add(index)
             elif (
                 op.kind in (Kind.PURE, Kind.ALIAS)
                 and op.inputs

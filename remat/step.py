@@ -19,7 +19,7 @@ from tensorflow.python.framework import op_def_registry
 from . import allocator
 from .arena import Pool
 from .calibrate import Corrections, compare
-from .lower import lower
+from .lower import held_constants, lower
 from .memory import requests
 from .planning import (
     Planned,
@@ -149,6 +149,8 @@ class CompiledStep:
                 quiet = alone and options.quiet is not False
                 pool = replace(pool, layout=self._laid.layout, quiet=quiet)
                 self.prepared = replace(self.prepared, pool=pool)
+            # Made once: two sets of them would not find the same slots.
+            self._constants = held_constants(program)
             with self._timed("solve"):
                 if options.plan is not None:
                     self.planned = load_plan(
@@ -212,7 +214,7 @@ class CompiledStep:
             with tf.init_scope(), ProgressLine(self.options.verbose) as say:
                 prepared = replace(self.prepared, pool=replace(self.prepared.pool, quiet=False))
                 planned = self._solve(None, say, self.plan.schedule, prepared)
-                self._unplaced = lower(prepared.program, planned.events)
+                self._unplaced = lower(prepared.program, planned.events, constants=self._constants)
         return self._unplaced
 
     def _over_budget(self) -> None:
@@ -345,7 +347,8 @@ class CompiledStep:
         return compare(program, events, asked, workspace, recorded)
 
     def _lower(self) -> Callable[..., list[tf.Tensor]]:
-        return lower(self.prepared.program, self.planned.events, self.planned.fillers)
+        planned = self.planned
+        return lower(self.prepared.program, planned.events, planned.fillers, self._constants)
 
     @contextmanager
     def _settled(self) -> Iterator[bool]:
