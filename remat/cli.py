@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import cli_profile, cli_solve, cli_trace
+from . import cli_profile, cli_solve, cli_sweep, cli_trace
 
 DONE, BAD_INPUT, INFEASIBLE, INTERRUPTED = 0, 2, 3, 130
 
@@ -23,6 +23,7 @@ computations and recomputations within a budget of bytes, and run it.
   remat trace ResNet50 --input 16,224,224,3 -o GRAPH.json    write a step's graph
   remat solve GRAPH.json --budget 50% -o PLAN.json    find a schedule
   remat show PLAN.json GRAPH.json --plot MEMORY.png   look at it
+  remat sweep --graphs 'DIR/*.json' --budgets 50% --store FILE.sqlite   solve many
 """
 
 _EPILOG = """\
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (cli_trace, cli_profile, cli_solve):
+    for module in (cli_trace, cli_profile, cli_solve, cli_sweep):
         module.register(commands)
     parsed = parser.parse_args(arguments)
     try:

@@ -74,9 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
     from .compile import one_step_of
     from .extract import extract
     from .planning import pool_of, prepare, read
+    from .progress import ProgressLine
     from .solvers.budget import format_bytes
     from .solvers.graph import save_graph
-    from .step import ProgressLine
 
     specs = [
         tf.TensorSpec(inputs, _dtype(arguments.input_dtype)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 import warnings
@@ -35,7 +34,8 @@ from .planning import (
 )
 from .price import Profile
 from .program import Kind, Program
-from .solvers import InfeasibleBudgetError, Plan, Result
+from .progress import ProgressLine
+from .solvers import InfeasibleBudgetError, Plan
 from .solvers.budget import format_bytes, parse_budget
 from .timeline import Allocation, record
 
@@ -525,33 +525,3 @@ def _put_back(handle: tf.Tensor, value: tf.Tensor) -> None:
     )
     # Assigning to a slice makes every later read a copy; go back to sharing.
     tf.raw_ops.DisableCopyOnRead(resource=handle)
-
-
-class ProgressLine:
-    """One line on a terminal that is written over; nothing elsewhere."""
-
-    def __init__(self, verbose: bool | None) -> None:
-        self.shown = sys.stderr.isatty() if verbose is None else verbose
-        self._width = 0
-
-    def __enter__(self) -> ProgressLine:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.shown and self._width:
-            sys.stderr.write("\r" + " " * self._width + "\r")
-
-    def line(self, text: str) -> None:
-        """Shows what is being done."""
-        if not self.shown:
-            return
-        text = f"remat: {text}"[:100]
-        sys.stderr.write("\r" + text.ljust(self._width))
-        sys.stderr.flush()
-        self._width = len(text)
-
-    def result(self, result: Result) -> None:
-        """Shows the best schedule so far."""
-        best = "nothing yet" if result.overhead is None else f"{100 * result.overhead:.2f} %"
-        gap = "" if result.gap is None else f", gap {100 * result.gap:.2f} points"
-        self.line(f"solving: overhead {best}{gap}, {result.seconds:.0f} s")
