@@ -7,6 +7,8 @@ import glob
 import re
 import signal
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,8 +99,6 @@ def register(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs ``remat sweep``; returns the exit status."""
-    from contextlib import closing
-
     from .cli import DONE
     from .command import Limits
     from .progress import ProgressLine
@@ -110,9 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     workers = available_processors() if arguments.workers is None else arguments.workers
     if workers < 1 or not arguments.timeout > 0:
         raise ValueError("--workers and --timeout must be above 0")
-    # A batch queue says SIGTERM; it ends the sweep as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with closing(Store(arguments.store)) as store:
+    with closing(Store(arguments.store)) as store, _interrupted_by_sigterm():
         if arguments.retry:
             store.forget_failed()
         with ProgressLine(None) as say, open_executor(arguments.scheduler, workers) as executor:
@@ -123,14 +121,25 @@ def run(arguments: argparse.Namespace) -> int:
                 Limits(memory, arguments.timeout),
                 lambda done, total: say.line(f"{done} of {total} jobs", done / total),
             )
-        wanted = {job.key for job in jobs}
-        rows = [row for row in store.rows() if row.key in wanted]
+        rows = store.rows()
+    wanted = {job.key for job in jobs}
+    rows = [row for row in rows if row.key in wanted]
     if arguments.plans is not None:
         _write_plans(rows, arguments.plans)
     if arguments.csv is not None:
         _write_csv(rows, arguments.csv)
     print(_summary(rows, arguments.store))
     return DONE
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """What batch queues say before they kill is taken as Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _jobs(arguments: argparse.Namespace) -> list[Job]:

@@ -12,6 +12,7 @@ from .function import Function
 from .planning import StepPlan
 from .price import Profile
 from .solvers import Plan
+from .solvers.method import Method
 from .step import CompiledStep, Options
 
 
@@ -102,7 +103,7 @@ def compile(
     label_spec: Any,
     *,
     budget: int | float | str = "auto",
-    solver: str = "auto",
+    solver: str | Method = "auto",
     time_limit: float | None = None,
     seed: int = 0,
     profile: Profile = "auto",
@@ -128,7 +129,8 @@ def compile(
         optimizer state included: an int, text ("4GiB", "50%"), a float in
         (0, 1] for a share of the plain step's predicted peak, or "auto" for
         the device's memory.
-      solver: a name in ``remat.solvers.METHODS``.
+      solver: a name in ``remat.solvers.solving.METHODS``, or a method of your
+        own (see ``remat.solvers.method``).
       time_limit: seconds for each solve.
       seed: of the solver's random choices.
       profile: where costs come from: "auto", a device's name, a CSV table, or

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import io
 import os
 from collections import Counter
@@ -30,6 +29,7 @@ from .program import Kind, Program, build
 from .solvers import Graph, InfeasibleBudgetError, Plan, PlanError, Result, Status, solve
 from .solvers import simulate as simulate_schedule
 from .solvers.budget import format_bytes
+from .solvers.method import Method
 from .solvers.schedule import ScheduleError
 from .solvers.solving import default_time_limit
 from .trace import Trace, TraceError, trace
@@ -106,9 +106,9 @@ class StepPlan(Plan):
 
     def _repr_html_(self) -> str:
         picture = io.BytesIO()
-        self.plot().savefig(picture, format="png", dpi=100)
+        self.plot().savefig(picture, format="png", dpi=80)
         data = base64.b64encode(picture.getvalue()).decode()
-        return f"<pre>{html.escape(self.summary())}</pre><img src='data:image/png;base64,{data}'>"
+        return f"{super()._repr_html_()}<img src='data:image/png;base64,{data}'>"
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def make_plan(
     prepared: Prepared,
     budget: int,
     *,
-    solver: str = "auto",
+    solver: str | Method = "auto",
     time_limit: float | None = None,
     seed: int = 0,
     ceiling: int | None = None,

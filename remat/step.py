@@ -37,6 +37,7 @@ from .program import Kind, Program
 from .progress import ProgressLine
 from .solvers import InfeasibleBudgetError, Plan
 from .solvers.budget import format_bytes, parse_budget
+from .solvers.method import Method
 from .timeline import Allocation, record
 
 log = logging.getLogger("remat")
@@ -62,7 +63,7 @@ class Options:
     """How a step is planned; see ``remat.compile``."""
 
     budget: int | float | str = "auto"
-    solver: str = "auto"
+    solver: str | Method = "auto"
     time_limit: float | None = None
     seed: int = 0
     profile: Profile = "auto"

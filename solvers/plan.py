@@ -14,6 +14,7 @@ left out; ``lower_bound`` and ``gap`` may be null.
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import os
@@ -86,6 +87,10 @@ class Plan:
         if self.message:
             lines.append(f"  {self.message}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return f"<pre>{html.escape(self.summary())}</pre>"
 
     def check(self, graph: Graph) -> None:
         """Runs the schedule on paper and compares it with what the plan states.

@@ -52,12 +52,14 @@ _TICK = 0.05  # seconds between looks at the method
 _LOADING = 1.0  # seconds that annealing may take to load
 
 
-def load_method(name: str) -> Method:
-    """The method of a name.
+def load_method(name: str | Method) -> Method:
+    """The method of a name; a method of the user's own is returned as it is.
 
     Raises:
       ValueError: if there is none of that name.
     """
+    if not isinstance(name, str):
+        return name
     if name not in METHODS:
         raise ValueError(f"there is no solver {name!r}; choose one of {', '.join(METHODS)}")
     module, function = METHODS[name].split(":")
@@ -74,7 +76,7 @@ def solve(
     graph: Graph,
     budget: int | float | str,
     *,
-    solver: str = "auto",
+    solver: str | Method = "auto",
     time_limit: float | None = None,
     max_overhead: float | None = None,
     minimize: Literal["cost", "peak"] = "cost",
@@ -90,7 +92,7 @@ def solve(
       graph: the graph.
       budget: bytes that the peak may reach, a fraction in (0, 1] of the peak
         of the given order, or text such as "4GiB" or "50%".
-      solver: a name in ``METHODS``.
+      solver: a name in ``METHODS``, or a method of your own (see ``method``).
       time_limit: seconds, kept within 10 %; None for ``default_time_limit``.
         The first solve after an install compiles for some ten seconds (see
         ``compiling``): this extends the default, and a limit only while no
@@ -141,7 +143,7 @@ def solve(
         raise ValueError(f"workers is {workers}; it must be 1 or more")
     if seed < 0:
         raise ValueError(f"seed is {seed}; it must be 0 or more")
-    judge = _Judge(solver)
+    judge = _Judge(solver if isinstance(solver, str) else solver.__name__)
     monitor = Monitor(
         time_limit,
         judge.schedule,

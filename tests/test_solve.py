@@ -35,6 +35,7 @@ from remat.solvers import (
     solve,
 )
 from remat.solvers.budget import parse_budget
+from remat.solvers.method import Monitor, Outcome, Problem
 from remat.solvers.solving import METHODS
 
 CHAIN = unit_chain(10, reads=2)
@@ -100,6 +101,25 @@ def test_an_option_that_a_solver_does_not_have_is_named(solver: str) -> None:
 )
 def test_budgets_are_exact(budget: int | float | str, expected: int) -> None:
     assert parse_budget(budget, 10 * (2**60 + 1)) == expected
+
+
+def test_a_method_of_the_users_own_is_judged_like_any_other() -> None:
+    best = solve(CHAIN, 12)
+    seen: list[int] = []
+
+    def mine(problem: Problem, monitor: Monitor) -> Outcome:
+        seen.append(problem.options["depth"])
+        monitor.found(tuple(range(len(problem.graph))))  # over the budget
+        return Outcome(best.schedule)
+
+    result = solve(CHAIN, 12, solver=mine, depth=3)
+    assert (result.solver, result.cost, seen) == ("mine", best.cost, [3])
+
+    def wrong(problem: Problem, monitor: Monitor) -> Outcome:
+        return Outcome((0, 0))
+
+    with pytest.raises(ScheduleError, match="never runs"):
+        solve(CHAIN, 12, solver=wrong)
 
 
 def test_a_start_is_checked_and_used() -> None:

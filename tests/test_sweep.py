@@ -135,7 +135,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
     raise TimeoutError
 
 
-def test_killed_jobs_and_interrupted_sweeps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_killed_jobs_and_interrupted_sweeps(number: int, tmp_path: Path) -> None:
     graph, store = tmp_path / "hard.json", tmp_path / "s.sqlite"
     save_graph(HARD, graph)
     command = [*REMAT, "sweep", "--graphs", str(graph), "--budgets", "40%", "--store", str(store)]
@@ -147,7 +148,7 @@ def test_killed_jobs_and_interrupted_sweeps(tmp_path: Path) -> None:
         wait_for(lambda: store.exists() and len(rows(store)) == 1)
         wait_for(lambda: len(family.children()) == 2)
         jobs = family.children()
-        sweep.send_signal(signal.SIGINT)
+        sweep.send_signal(number)
         _, complaint = sweep.communicate(timeout=20)
     assert sweep.returncode == 130, complaint
     assert not any(job.is_running() for job in jobs)
