@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--workers and --timeout must be above 0")
     with closing(Store(arguments.store)) as store, _interrupted_by_sigterm():
         if arguments.retry:
-            store.forget_failed()
+            store.forget_failed(jobs)
         with ProgressLine(None) as say, open_executor(arguments.scheduler, workers) as executor:
             sweep(
                 jobs,
@@ -168,6 +168,10 @@ def _jobs(arguments: argparse.Namespace) -> list[Job]:
         ]
     if not sources:
         raise ValueError("give --graphs, --models or both")
+    names = Counter(name for name, _ in {(source.name, source.key) for source in sources})
+    shared = [name for name, count in names.items() if count > 1]
+    if shared:
+        raise ValueError(f"different graphs are called {', '.join(shared)}; rename their files")
     for budget in arguments.budgets:
         _bytes(budget, "--budgets")
     for solver in arguments.solvers:

@@ -221,10 +221,12 @@ class Store:
         with self._database as database:
             database.execute(f"INSERT OR IGNORE INTO jobs VALUES ({marks})", astuple(row))
 
-    def forget_failed(self) -> None:
-        """Takes out the rows of jobs that broke down, so that they are done again."""
+    def forget_failed(self, jobs: Iterable[Job]) -> None:
+        """Takes out the rows of those jobs that broke down, so that they are done again."""
         with self._database as database:
-            database.execute("DELETE FROM jobs WHERE status = ?", [FAILED])
+            database.executemany(
+                "DELETE FROM jobs WHERE key = ? AND status = ?", [(job.key, FAILED) for job in jobs]
+            )
 
     def graph(self, source: Source) -> bytes | None:
         """The graph that was traced for a source, if it was."""

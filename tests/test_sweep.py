@@ -66,14 +66,12 @@ def test_a_sweep_of_graph_files(graphs: Path, tmp_path: Path) -> None:
     with open(table, newline="", encoding="utf-8") as file:
         assert [row["status"] for row in csv.DictReader(file)] == [r.status for r in rows(store)]
 
-    # What has a row is not done again; what failed is, if asked for.
-    (graphs / "broken.json").unlink()
+    # What has a row is not done again; another graph under a known name is.
     before = rows(store)
-    remat(*arguments, "--seeds", 2)
-    assert rows(store)[: len(before)] == before
-    assert len(rows(store)) == len(before) + 8
-    remat(*arguments, "--retry")
-    assert {row.graph for row in rows(store)} == {"chain6", "chain8"}
+    save_graph(unit_chain(7), graphs / "broken.json")
+    assert "failed" not in remat(*arguments).stdout
+    assert rows(store)[:12] == before
+    assert [row.graph for row in rows(store)[12:]] == ["broken"] * 4
 
 
 def test_a_job_that_takes_too_much_is_a_row_that_says_so(graphs: Path, tmp_path: Path) -> None:
@@ -97,6 +95,7 @@ def test_a_job_that_takes_too_much_is_a_row_that_says_so(graphs: Path, tmp_path:
         ({"--graphs": "nowhere/*.json"}, "'nowhere/*.json' matches no file"),
         ({"--budgets": "much"}, "--budgets: budget 'much' is not an amount of memory"),
         ({"--solvers": "magic"}, "no solver 'magic'"),
+        ({"--graphs": "{graphs}/**/*.json"}, "different graphs are called chain6; rename"),
         ({"--seeds": "0"}, "--seeds must be 1 or more"),
         ({"--workers": "0"}, "must be above 0"),
         ({"--store": "{graphs}/chain6.json"}, "is not a store of remat sweep"),
@@ -110,6 +109,8 @@ def test_bad_input_is_named(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    (graphs / "more").mkdir()
+    save_graph(unit_chain(5), graphs / "more" / "chain6.json")
     settings = {"--graphs": "{graphs}/*.json", "--budgets": "50%", "--store": "{graphs}/s.sqlite"}
     pairs = ({**settings, **changes}).items()
     arguments = [word.format(graphs=graphs) for pair in pairs for word in pair]
