@@ -188,6 +188,7 @@ class Store:
         Raises:
           ValueError: if the file is something else, or cannot be written.
         """
+        self.path = path
         try:
             self._database = sqlite3.connect(path)
             with self._database as database:
@@ -218,12 +219,12 @@ class Store:
     def add(self, row: Row) -> None:
         """Adds a row for good, unless the job has one."""
         marks = ", ".join("?" * len(fields(Row)))
-        with self._database as database:
+        with self._writing() as database:
             database.execute(f"INSERT OR IGNORE INTO jobs VALUES ({marks})", astuple(row))
 
     def forget_failed(self, jobs: Iterable[Job]) -> None:
         """Takes out the rows of those jobs that broke down, so that they are done again."""
-        with self._database as database:
+        with self._writing() as database:
             database.executemany(
                 "DELETE FROM jobs WHERE key = ? AND status = ?", [(job.key, FAILED) for job in jobs]
             )
@@ -236,11 +237,22 @@ class Store:
 
     def add_graph(self, source: Source, document: bytes) -> None:
         """Keeps a traced graph."""
-        with self._database as database:
+        with self._writing() as database:
             database.execute(
                 "INSERT OR IGNORE INTO graphs VALUES (?, ?, ?)",
                 [source.key, source.name, document],
             )
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """All or nothing is written."""
+        try:
+            with self._database as database:
+                yield database
+        except sqlite3.Error as error:  # the disk is full, another program holds the file
+            raise OSError(
+                f"{self.path} cannot be written: {error}; what is there is kept"
+            ) from None
 
 
 def grid(
