@@ -77,6 +77,7 @@ def test_a_sweep_of_graph_files(graphs: Path, tmp_path: Path) -> None:
 def test_a_job_that_takes_too_much_is_a_row_that_says_so(graphs: Path, tmp_path: Path) -> None:
     store = tmp_path / "s.sqlite"
     arguments = ["sweep", "--graphs", graphs / "chain6.json", "--budgets", "60%", "--store", store]
+    arguments += ["--solvers", "moments"]
     remat(*arguments, "--memory", "1MiB")
     (row,) = rows(store)
     assert row.status == "failed"
