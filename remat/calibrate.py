@@ -34,6 +34,12 @@ class Corrections:
     def __bool__(self) -> bool:
         return bool(self.takes_over or self.workspace)
 
+    def __or__(self, later: Corrections) -> Corrections:
+        """Both; of two statements about one thing the later one."""
+        return Corrections(
+            {**self.takes_over, **later.takes_over}, {**self.workspace, **later.workspace}
+        )
+
     def apply(self, program: Program) -> Program:
         """The program with its forwards corrected."""
         return replace(program, ops=tuple(self._corrected(op, program) for op in program.ops))
@@ -46,12 +52,16 @@ class Corrections:
         return replace(op, forwards=tuple(slots) if self.takes_over[op.type] else ())
 
 
+NONE = Corrections({}, {})
+
+
 def compare(
     program: Program,
     events: Sequence[Event],
     asked: Requests,
     workspace: Mapping[int, int],
     recorded: Sequence[Allocation],
+    earlier: Corrections = NONE,
 ) -> Corrections:
     """Compares what each event was expected to allocate with what it did.
 
@@ -61,6 +71,8 @@ def compare(
       asked: what they were expected to ask for.
       workspace: bytes of scratch memory that they were expected to ask for.
       recorded: of one run; it may have ended early.
+      earlier: what earlier runs said.  Scratch memory may depend on how many
+        threads were free: the most that was ever asked for counts.
     """
     names = [node_name(program, event) for event in events]
     measured: dict[str, Counter[int]] = defaultdict(Counter)
@@ -93,7 +105,8 @@ def compare(
             # An output that is not there either was never asked for by anyone.
             outputs = sum(size for size in op.bytes if size >= GRAIN and expected[size])
             scratch = max(0, sum(found.elements()) - outputs)
-            if scratch != workspace.get(event.op, 0):
+            known = workspace.get(event.op, 0)
+            if scratch > known or (scratch < known and event.op not in earlier.workspace):
                 found_workspace[event.op] = scratch
     certain = {kind: found.pop() for kind, found in takes_over.items() if len(found) == 1}
     return Corrections(certain, found_workspace)

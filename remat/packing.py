@@ -2,12 +2,14 @@
 
 Finding the least height is NP-hard (Garey & Johnson 1979, problem SR2).
 First fit places one block after the other at the lowest address that is free
-throughout its lifetime; the order decides how good that is, and the largest
-block first is a good one.  The order is then improved by a walk in the spirit
-of "squeaky wheel" optimisation (Joslin & Clements 1999): what sticks out above
-the capacity is placed earlier.
+throughout its lifetime; the order decides how good that is.  Large blocks,
+those that are held for long and those that are held when memory is fullest
+should come early; how much each of the three counts is drawn at random a few
+times.  The best order is then improved by a walk in the spirit of "squeaky
+wheel" optimisation (Joslin & Clements 1999): what sticks out above the capacity
+is placed earlier.
 
-One first fit costs O(overlapping pairs * blocks alive at once).
+One first fit costs O(blocks^2), with a small constant.
 """
 
 from __future__ import annotations
@@ -18,9 +20,14 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 
-_MOVES = 8000  # first fits, at most
+_STARTS = 40  # orders tried before the walks
+_MOST_DURATION, _MOST_PRESSURE, _MOST_NOISE = 0.6, 8.0, 0.1  # weights beside that of the size
+_WALKS = 6  # of them that are improved
+_MOVES = 2000  # first fits in a walk, at most ...
+_WORK = 100_000_000  # ... and comparisons of two blocks in them: half a second
 _COOLING = 0.003  # share of the capacity by which a worse order is readily accepted
-_PATIENCE = 1000  # moves without a better order until the walk goes back to the best
+_PATIENCE = 200  # moves without a better order until the walk goes back to the best
+_ALWAYS = 1 << 60  # a moment that never comes
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,6 @@ def pack(
     walls: Sequence[tuple[int, int]] = (),
     *,
     seed: int = 0,
-    moves: int = _MOVES,
 ) -> tuple[list[int], int]:
     """Places blocks so that no two that are held at the same time overlap.
 
@@ -52,7 +58,6 @@ def pack(
       capacity: bytes that would be low enough.
       walls: (address, bytes) of what is held all the time.
       seed: the same one gives the same result.
-      moves: how long to look.
 
     Returns:
       The address of each block, and the height: the highest end of one.
@@ -62,80 +67,126 @@ def pack(
     )
     if not len(sizes):
         return [], 0
-    meet = (first[:, None] <= last[None, :]) & (first[None, :] <= last[:, None])
-    np.fill_diagonal(meet, False)
-    starts = np.concatenate(([0], np.cumsum(meet.sum(axis=1)))).astype(np.int64)
-    others = np.nonzero(meet)[1].astype(np.int64)
-    order = np.lexsort((first - last, -sizes)).astype(np.int64)
     fixed = np.array([*walls], np.int64).reshape(-1, 2)
-    addresses, height = _search(order, sizes, starts, others, fixed, capacity, moves, seed)
-    return addresses.tolist(), int(height)
+    found: list[tuple[int, np.ndarray]] = []
+
+    def walk(order: np.ndarray, moves: int) -> None:
+        addresses, height = _walk(order, sizes, first, last, fixed, capacity, moves, _WORK, seed)
+        found.append((int(height), addresses))
+
+    orders = _orders(sizes, first, last, seed)
+    for order in orders:
+        walk(order, 0)
+    for number in sorted(range(len(orders)), key=lambda number: found[number][0])[:_WALKS]:
+        if min(height for height, _ in found) <= capacity:
+            break
+        walk(orders[number], _MOVES)
+    height, addresses = min(found, key=lambda each: each[0])
+    return addresses.tolist(), height
+
+
+def _orders(sizes: np.ndarray, first: np.ndarray, last: np.ndarray, seed: int) -> list[np.ndarray]:
+    """Orders to start from; the first one is by size."""
+    held = np.zeros(last.max() + 2)
+    np.add.at(held, first, sizes)
+    np.add.at(held, last + 1, -sizes)
+    held = np.cumsum(held)
+    pressure = np.log([held[start : end + 1].max() for start, end in zip(first, last, strict=True)])
+    size, duration = np.log(sizes), np.log(last - first + 1)
+    generator = np.random.default_rng(seed)
+    orders = [np.lexsort((first - last, -sizes))]
+    for _ in range(_STARTS - 1):
+        weights = generator.uniform(0, (_MOST_DURATION, _MOST_PRESSURE, _MOST_NOISE))
+        noise = generator.normal(size=len(sizes))
+        rank = size + weights @ np.stack((duration, pressure, noise))
+        orders.append(np.argsort(-rank, kind="stable"))
+    return orders
 
 
 @njit(cache=True)
-def _first_fit(order, sizes, starts, others, walls, addresses, low, high):  # type: ignore
-    """Places the blocks in this order; returns the height."""
-    placed = np.zeros(len(order), np.bool_)
-    height = 0
-    for block in order:
-        count = 0
-        for number in range(len(walls) + starts[block + 1] - starts[block]):
-            if number < len(walls):
-                start, size = walls[number, 0], walls[number, 1]
-            else:
-                other = others[starts[block] + number - len(walls)]
-                if not placed[other]:
-                    continue
-                start, size = addresses[other], sizes[other]
-            at = count
-            while at > 0 and low[at - 1] > start:
-                low[at] = low[at - 1]
-                high[at] = high[at - 1]
-                at -= 1
-            low[at] = start
-            high[at] = start + size
-            count += 1
-        address = 0
+def _first_fit(order, begin, sizes, first, last, walls, addresses, held):  # type: ignore
+    """Places ``order[begin:]``, one after the other, beside the blocks before them.
+
+    Args:
+      addresses: of the blocks before; the others' are written there.
+      held: room for (start, end, first, last) of what has been placed, by address.
+
+    Returns:
+      How many comparisons that took.
+    """
+    count = 0
+    for wall in range(len(walls)):
+        end = walls[wall, 0] + walls[wall, 1]
+        _insert(held, count, count, walls[wall, 0], end, 0, _ALWAYS)
+        count += 1
+    before = order[:begin]
+    for block in before[np.argsort(addresses[before])]:
+        address, at = addresses[block], count
+        while at > 0 and held[at - 1, 0] > address:  # a wall
+            at -= 1
+        _insert(held, count, at, address, address + sizes[block], first[block], last[block])
+        count += 1
+    work = 0
+    for block in order[begin:]:
+        size, begins, ends = sizes[block], first[block], last[block]
+        address, at = 0, count
         for number in range(count):
-            if low[number] - address >= sizes[block]:
-                break
-            address = max(address, high[number])
+            if held[number, 2] <= ends and held[number, 3] >= begins:
+                if held[number, 0] - address >= size:
+                    at = number
+                    break
+                if held[number, 1] > address:
+                    address = held[number, 1]
+        work += at
+        while at > 0 and held[at - 1, 0] > address:
+            at -= 1
+        _insert(held, count, at, address, address + size, begins, ends)
+        count += 1
         addresses[block] = address
-        placed[block] = True
-        height = max(height, address + sizes[block])
-    return height
+    return work
 
 
 @njit(cache=True)
-def _search(order, sizes, starts, others, walls, capacity, moves, seed):  # type: ignore
-    """The addresses and the height of the best order found."""
+def _insert(held, count, at, start, end, first, last):  # type: ignore
+    """Makes room for an entry, and writes it."""
+    for number in range(count, at, -1):
+        held[number, 0] = held[number - 1, 0]
+        held[number, 1] = held[number - 1, 1]
+        held[number, 2] = held[number - 1, 2]
+        held[number, 3] = held[number - 1, 3]
+    held[at, 0] = start
+    held[at, 1] = end
+    held[at, 2] = first
+    held[at, 3] = last
+
+
+@njit(cache=True)
+def _walk(order, sizes, first, last, walls, capacity, moves, work, seed):  # type: ignore
+    """The addresses and the height of the best order on a walk from one."""
     np.random.seed(seed)
-    count = len(order)
-    low = np.empty(count + len(walls), np.int64)
-    high = np.empty(count + len(walls), np.int64)
+    count = len(sizes)
+    held = np.empty((count + len(walls), 4), np.int64)
     addresses = np.zeros(count, np.int64)
-    height = _first_fit(order, sizes, starts, others, walls, addresses, low, high)
+    _first_fit(order, 0, sizes, first, last, walls, addresses, held)
+    height = (addresses + sizes).max()
+    trial_addresses = np.empty_like(addresses)
     best, best_order, best_addresses = height, order.copy(), addresses.copy()
-    trial_addresses = np.zeros(count, np.int64)
     sticking = np.empty(count, np.int64)
     since = 0
     for _ in range(moves):
-        if best <= capacity:
+        if best <= capacity or work <= 0:
             break
         # Places in the order of the blocks that stick out above some height.
         above = best - (best - capacity) * np.random.random()
         found = 0
-        for place in range(count):
-            if addresses[order[place]] + sizes[order[place]] > above:
-                sticking[found] = place
-                found += 1
-        if found == 0:
-            above = height - 1
+        while found == 0:
             for place in range(count):
                 if addresses[order[place]] + sizes[order[place]] > above:
                     sticking[found] = place
                     found += 1
+            above = height - 1
         trial = order.copy()
+        begin = count
         for _ in range(1 + np.random.randint(3)):
             place = sticking[np.random.randint(found)]
             block = order[place]
@@ -149,10 +200,13 @@ def _search(order, sizes, starts, others, walls, capacity, moves, seed):  # type
             for number in range(place, to, -1):
                 trial[number] = trial[number - 1]
             trial[to] = block
-        trial_height = _first_fit(trial, sizes, starts, others, walls, trial_addresses, low, high)
-        worse = trial_height - height
+            begin = min(begin, to)
+        trial_addresses[:] = addresses
+        work -= _first_fit(trial, begin, sizes, first, last, walls, trial_addresses, held)
+        reached = (trial_addresses + sizes).max()
+        worse = reached - height
         if worse <= 0 or np.random.random() < np.exp(-worse / (_COOLING * capacity)):
-            order, height = trial, trial_height
+            order, height = trial, reached
             addresses[:] = trial_addresses
         since += 1
         if height < best:

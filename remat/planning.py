@@ -29,6 +29,7 @@ from .program import Kind, Program, build
 from .solvers import Graph, InfeasibleBudgetError, Plan, PlanError, Result, Status, solve
 from .solvers import simulate as simulate_schedule
 from .solvers.budget import format_bytes
+from .solvers.floor import memory_floor
 from .solvers.method import Method
 from .solvers.schedule import ScheduleError
 from .solvers.solving import default_time_limit
@@ -41,6 +42,8 @@ host-side tensors and scratch memory that changes from run to run."""
 _UNPLACED_MARGIN = 0.015  # the same where the allocator chooses the places
 _SHOWN = 4  # kinds of operations that a summary names
 _ROUNDS = 16  # solves, at most, until the prediction fits
+_FIRST, _AGAIN = 1 / 2, 1 / 6  # shares of the usual time limit: of the first and of the others
+_MAX_GAP = 0.002  # points that are not worth more seconds of compiling
 _PATIENCE = 8  # of them with small steps
 _OVERFULL = 1.01  # times the budget: what is taken to be needed when memory runs out
 _LEAST_STEP, _LARGEST_STEP = 0.003, 0.04  # shares by which the target is lowered
@@ -266,7 +269,8 @@ def make_plan(
     Args:
       prepared: the step.
       budget: bytes, everything included.
-      solver, time_limit, seed, progress: as ``solvers.solve`` takes them.
+      solver, time_limit, seed, progress: as ``solvers.solve`` takes them; the
+        limit is for the first solve, a third of it for each of the others.
       ceiling: bytes that the prediction may reach; the budget less ``MARGIN``
         if None.
       start: a schedule to start from.
@@ -278,13 +282,16 @@ def make_plan(
     if ceiling is None:
         ceiling = int(budget * (1 - (MARGIN if prepared.pool.quiet else _UNPLACED_MARGIN)))
     target, planned, bound = ceiling - _idle(prepared.pool), None, None
-    again = (default_time_limit(graph) if time_limit is None else time_limit) / 4
+    if time_limit is None:
+        time_limit = _FIRST * default_time_limit(graph)
+    again = time_limit * _AGAIN / _FIRST
     for number in range(_ROUNDS):
         result = solve(
             graph,
             target,
             solver=solver,
             time_limit=time_limit if number == 0 else again,
+            max_gap=_MAX_GAP,
             seed=seed + number,
             start=start,
             progress=progress,
@@ -292,14 +299,14 @@ def make_plan(
         bound = result.lower_bound if number == 0 else bound
         if result.schedule is None:
             if planned is None:
-                raise _infeasible(prepared, result, budget, result.least_budget * budget / target)
+                raise infeasible(prepared, budget, result.least_budget * budget / target)
             target = planned.target  # that was too low; try others like the last one
             continue
         start = result.schedule
         plan = result.to_plan(graph)
         gap = None if bound is None else (plan.cost - bound) / graph.cost
         plan = replace(plan, budget=budget, lower_bound=bound, gap=gap)
-        planned = _carry_out(prepared, plan, target, ceiling)
+        planned = _carry_out(prepared, plan, target, ceiling, seed + number)
         if planned.needed <= ceiling or result.status is Status.INTERRUPTED:
             return planned
         # How well tensors can be packed differs from one schedule to the next,
@@ -308,7 +315,7 @@ def make_plan(
         step = step if number < _PATIENCE else _LARGEST_STEP
         target = int(min(target, result.peak or target) * (1 - step))
     assert planned is not None
-    raise _infeasible(prepared, result, budget, planned.needed * budget / ceiling)
+    raise infeasible(prepared, budget, planned.needed * budget / ceiling)
 
 
 def _idle(pool: Pool) -> int:
@@ -359,11 +366,11 @@ def corrected(prepared: Prepared, corrections: Corrections) -> Prepared:
     )
 
 
-def _carry_out(prepared: Prepared, plan: Plan, target: int, ceiling: int) -> Planned:
+def _carry_out(prepared: Prepared, plan: Plan, target: int, ceiling: int, seed: int = 0) -> Planned:
     """Expands a plan's schedule, finds a place for everything, and predicts the peak."""
     events = expand(prepared.extraction, plan.schedule)
     asked = requests(prepared.program, events, prepared.prices.workspace)
-    fillers, usage, needed = _place(asked, prepared.pool, plan.budget, ceiling)
+    fillers, usage, needed = _place(asked, prepared.pool, plan.budget, ceiling, seed)
     details = {
         "step": prepared.fingerprint,
         "requested_peak": usage.requested_peak,
@@ -380,7 +387,9 @@ def _carry_out(prepared: Prepared, plan: Plan, target: int, ceiling: int) -> Pla
     return Planned(stated, events, fillers, target, needed)
 
 
-def _place(asked: Requests, pool: Pool, budget: int, ceiling: int) -> tuple[Fillers, Usage, int]:
+def _place(
+    asked: Requests, pool: Pool, budget: int, ceiling: int, seed: int
+) -> tuple[Fillers, Usage, int]:
     """Finds a place for everything, or trusts the allocator to.
 
     Returns:
@@ -389,7 +398,7 @@ def _place(asked: Requests, pool: Pool, budget: int, ceiling: int) -> tuple[Fill
     over = 0
     if pool.layout is not None and pool.quiet:
         try:
-            placement = place(asked, pool, ceiling)
+            placement = place(asked, pool, ceiling, seed=seed)
             over = placement.height - placement.capacity
             if over <= 0:
                 usage = simulate(asked, pool, placement.fillers)
@@ -422,13 +431,9 @@ def _run_once(program: Program, threshold: int) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _infeasible(
-    prepared: Prepared, result: Result, budget: int, least_budget: float
-) -> InfeasibleBudgetError:
+def infeasible(prepared: Prepared, budget: int, least_budget: float) -> InfeasibleBudgetError:
+    """The error that says what a budget lacks; ``least_budget`` is known to be enough."""
     graph = prepared.extraction.graph
-    return InfeasibleBudgetError(
-        budget,
-        result.floor,
-        tuple(graph.nodes[index].name for index in result.floor_nodes),
-        int(least_budget),
-    )
+    floor, nodes = memory_floor(graph)
+    names = tuple(graph.nodes[index].name for index in nodes)
+    return InfeasibleBudgetError(budget, floor, names, int(least_budget))

@@ -17,7 +17,7 @@ from tensorflow.python.framework import op_def_registry
 
 from . import allocator
 from .arena import Pool
-from .calibrate import Corrections, compare
+from .calibrate import NONE, Corrections, compare
 from .lower import held_constants, lower
 from .memory import requests
 from .planning import (
@@ -25,6 +25,7 @@ from .planning import (
     Prepared,
     StepPlan,
     corrected,
+    infeasible,
     load_plan,
     make_plan,
     plain_usage,
@@ -264,23 +265,20 @@ class CompiledStep:
         if not _reversible(self.prepared.program):
             say.line("not measured before the first step: it has effects beside its variables")
             return
+        known = NONE
         for trial in range(_TRIALS):
             say.line("measuring one step")
             measured, recorded = self._trial()
             if measured is not None:
                 self.measured_peak = measured
-            corrections = self._compare(recorded)
+            corrections = self._compare(recorded, known)
+            known |= corrections
             if not corrections and measured is not None and measured <= self.budget:
                 break
             # Out of memory does not say by how much: try 5 %.
             excess = self.budget // 20 if measured is None else measured - self.budget
             if trial == _TRIALS - 1 and excess > 0:
-                raise InfeasibleBudgetError(
-                    self.budget,
-                    self.prepared.extraction.graph.resident,
-                    ("variables and inputs",),
-                    self.budget + excess,
-                )
+                raise infeasible(self.prepared, self.budget, self.budget + excess)
             if corrections:
                 say.line("the run asked for other memory than predicted: planning again")
                 self.prepared = corrected(self.prepared, corrections)
@@ -340,12 +338,12 @@ class CompiledStep:
                 peak = max(peak, allocator.peak_bytes(self.device))
         return peak, recorded
 
-    def _compare(self, recorded: Sequence[Allocation]) -> Corrections:
+    def _compare(self, recorded: Sequence[Allocation], known: Corrections) -> Corrections:
         """What a recorded run says about the model of the step's memory."""
         program, events = self.prepared.program, self.planned.events
         workspace = self.prepared.prices.workspace
         asked = requests(program, events, workspace)
-        return compare(program, events, asked, workspace, recorded)
+        return compare(program, events, asked, workspace, recorded, known)
 
     def _lower(self) -> Callable[..., list[tf.Tensor]]:
         planned = self.planned

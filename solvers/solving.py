@@ -79,6 +79,7 @@ def solve(
     solver: str | Method = "auto",
     time_limit: float | None = None,
     max_overhead: float | None = None,
+    max_gap: float = 0.0,
     minimize: Literal["cost", "peak"] = "cost",
     seed: int = 0,
     workers: int | None = None,
@@ -98,6 +99,8 @@ def solve(
         ``compiling``): this extends the default, and a limit only while no
         schedule within the budget is known.
       max_overhead: largest allowed overhead as a fraction (0.3 is 30 %).
+      max_gap: a gap (difference of overhead and proven bound, as a fraction) that
+        is small enough to end with.
       minimize: "cost" for the cheapest schedule within the budget; "peak" for
         the one with the least peak within ``budget`` and ``max_overhead``.
       seed: of every random choice.  The same seed and move limit (an option
@@ -135,6 +138,8 @@ def solve(
         raise ValueError(f"time_limit is {time_limit} seconds; it must be above 0 and finite")
     if max_overhead is not None and not max_overhead >= 0:
         raise ValueError(f"max_overhead is {max_overhead}; it must be a fraction >= 0 or None")
+    if not max_gap >= 0:
+        raise ValueError(f"max_gap is {max_gap}; it must be a fraction >= 0")
     if minimize not in ("cost", "peak"):
         raise ValueError(f'minimize is {minimize!r}; it must be "cost" or "peak"')
     if workers is None:
@@ -143,7 +148,7 @@ def solve(
         raise ValueError(f"workers is {workers}; it must be 1 or more")
     if seed < 0:
         raise ValueError(f"seed is {seed}; it must be 0 or more")
-    judge = _Judge(solver if isinstance(solver, str) else solver.__name__)
+    judge = _Judge(solver if isinstance(solver, str) else solver.__name__, max_gap)
     monitor = Monitor(
         time_limit,
         judge.schedule,
@@ -253,8 +258,9 @@ class _Judge:
     problem: Problem
     monitor: Monitor
 
-    def __init__(self, solver: str) -> None:
+    def __init__(self, solver: str, max_gap: float) -> None:
         self.solver = solver
+        self.max_gap = max_gap
         self.changes = 0
         self._lock = threading.Lock()
         self._best: Schedule | None = None
@@ -315,8 +321,10 @@ class _Judge:
         return self._cost - self._bound <= OPTIMAL_GAP * self.problem.graph.cost
 
     def _stop_if_done(self) -> None:
-        extra = self._bound - self.problem.graph.cost  # of every schedule
-        close = self.problem.minimize == "cost" and self._cost - self._bound <= CLOSE_GAP * extra
+        cost = self.problem.graph.cost
+        extra = self._bound - cost  # of every schedule
+        enough = max(CLOSE_GAP * extra, self.max_gap * cost)
+        close = self.problem.minimize == "cost" and self._cost - self._bound <= enough
         if close or self._proven():
             self.monitor.finish()
 

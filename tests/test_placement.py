@@ -39,7 +39,7 @@ def some_blocks(draw: st.DrawFn) -> Blocks:
 @given(some_blocks(), st.integers(0, 60))
 def test_packed_blocks_do_not_overlap(blocks: Blocks, wall: int) -> None:
     walls = [(wall, 5)]
-    addresses, height = pack(blocks, most_held(blocks), walls, moves=200)
+    addresses, height = pack(blocks, most_held(blocks), walls)
     held = [
         (address, address + size, first, last)
         for address, size, first, last in zip(
