@@ -7,6 +7,10 @@
 A name is a kind and a size: the nodes of ``training`` and ``layered``, the
 batch size of the published networks ``vgg19``, ``mobilenet`` and ``segnet``.
 The same name and seed give the same graph; the networks are the same for every seed.
+
+Commands that read graphs (``graph_file``) take such names, and those of the
+training steps of ``experiments.networks``: ``layers:U-Net:32`` and
+``step:VGG16:256`` (see ``experiments.accounting``).
 """
 
 from __future__ import annotations
@@ -14,8 +18,11 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from remat.solvers.graph import Graph, Node, save_graph
 
@@ -277,6 +284,29 @@ def generate(name: str, seed: int = 0) -> Graph:
             f"there is no graph {name!r}; a name is KIND-SIZE, a kind one of {', '.join(KINDS)}"
         )
     return KINDS[kind](int(size), seed)
+
+
+def graph_file(name: str, folder: Path) -> Path:
+    """The file of a graph: one that is given, or in the folder one that is made by its name.
+
+    Raises:
+      ValueError: if the name is not known.
+      RuntimeError: if tracing the network broke down.
+    """
+    if name.endswith(".json"):
+        return Path(name)
+    path = folder / f"{name.replace(':', '-')}.json"
+    if ":" not in name:
+        save_graph(generate(name), path)
+    elif not path.exists():
+        # Another process: TensorFlow cannot share one with OR-tools.
+        command = [sys.executable, "-m", "experiments.accounting", name, "-o", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode == 2:
+            raise ValueError(done.stderr.splitlines()[-1])
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr}")
+    return path
 
 
 def main() -> None:

@@ -4,7 +4,8 @@
     python -m experiments.solver_quality --ratios GRAPH...   Checkmate's Table 2
     python -m experiments.solver_quality --scale             100 to 10,000 nodes
 
-A graph is a file, or a name that ``experiments.graphs`` knows: ``segnet-8``.
+A graph is a file, or a name that ``experiments.graphs`` knows: ``segnet-8``,
+``layers:U-Net:32``.
 
 Each cell (graph, budget, solver, seed) is written to its own file once it is
 done, so a run that was killed goes on where it stopped; delete the folder to
@@ -27,17 +28,20 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from remat.solvers import Graph, Status, load_graph, save_graph, simulate, solve
+from matplotlib.figure import Figure
+
+from remat.solvers import Graph, Status, load_graph, simulate, solve
 from remat.solvers.budget import format_bytes, parse_budget
 from remat.solvers.floor import memory_floor
-from remat.solvers.graph import write_json
 from remat.solvers.solving import METHODS
 
-from .graphs import generate
-from .tables import machine, write_csv
+from .graphs import graph_file
+from .pictures import styles
+from .tables import machine, remembered, write_csv
 
 _BUDGETS = ("90%", "80%", "70%")
 _SOLVERS = tuple(METHODS)
@@ -99,6 +103,7 @@ class Row:
     graph: str
     nodes: int
     budget: str
+    budget_bytes: int
     solver: str
     found: int
     runs: int
@@ -144,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not asked.graphs:
         parser.error("name at least one graph, or use --scale")
     try:
-        asked.graphs = [_file(name, asked.out) for name in asked.graphs]
+        asked.graphs = [graph_file(name, asked.out) for name in asked.graphs]
     except ValueError as error:
         parser.error(str(error))
     if asked.ratios:
@@ -153,19 +158,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _table(asked)
 
 
-def _file(graph: str, folder: Path) -> str:
-    """The file of a graph: a named one is generated."""
-    if graph.endswith(".json"):
-        return graph
-    path = folder / f"{graph}.json"
-    save_graph(generate(graph), path)
-    return str(path)
-
-
 def _table(asked: argparse.Namespace) -> None:
     """Methods x budgets."""
     budgets, solvers = asked.budgets or _BUDGETS, asked.solvers or _SOLVERS
-    rows = summarise(_cells(asked, asked.graphs, budgets, solvers, asked.seeds, asked.time_limit))
+    rows = summarise(
+        cells(asked.out / "cells", asked.graphs, budgets, solvers, asked.seeds, asked.time_limit)
+    )
     _save(rows, asked.out / "table.csv")
     width = max(len(solver) for solver in solvers) + 2
     for graph in dict.fromkeys(row.graph for row in rows):
@@ -173,8 +171,8 @@ def _table(asked: argparse.Namespace) -> None:
         print(f"\n{graph:{width}}" + "".join(f"{budget:^28}" for budget in budgets))
         print(f"{'':{width}}" + f"{'overhead %':>12}{'gap':>8}{'s':>8}" * len(budgets))
         for solver in solvers:
-            cells = (_figures(own[solver, budget]) for budget in budgets)
-            print(f"{solver:{width}}" + "".join(cells))
+            figures = (_figures(own[solver, budget]) for budget in budgets)
+            print(f"{solver:{width}}" + "".join(figures))
         bounds = (f"{own[solvers[0], budget].bound_percent:12.3f}{'':16}" for budget in budgets)
         print(f"{'(proven bound)':{width}}" + "".join(bounds))
     print("\ngap: to the best proven bound, in points of overhead")
@@ -191,13 +189,18 @@ def _figures(row: Row) -> str:
 
 def _ratios(asked: argparse.Namespace) -> None:
     """Geometric mean, over the budgets, of the cost against the best schedule."""
-    cells = _cells(
-        asked, asked.graphs, asked.budgets, _RATIO_SOLVERS.values(), 1, asked.time_limit or 20.0
+    known = cells(
+        asked.out / "cells",
+        asked.graphs,
+        asked.budgets,
+        _RATIO_SOLVERS.values(),
+        1,
+        asked.time_limit or 20.0,
     )
     print(f"\n{'':16}" + "".join(f"{name:>16}" for name in _RATIO_SOLVERS))
     lines = []
-    for graph in dict.fromkeys(cell.graph for cell in cells):
-        own = [cell for cell in cells if cell.graph == graph]
+    for graph in dict.fromkeys(cell.graph for cell in known):
+        own = [cell for cell in known if cell.graph == graph]
         line: dict[str, Any] = {"graph": graph}
         for name, solver in _RATIO_SOLVERS.items():
             ratios = [
@@ -212,8 +215,8 @@ def _ratios(asked: argparse.Namespace) -> None:
             f"{graph:16}"
             + "".join(f"{_ratio(line[n])} ({line[f'{n}: budgets']})" for n in _RATIO_SOLVERS)
         )
-        for known, published in _PUBLISHED_RATIOS.items():
-            if graph.startswith(known):
+        for network, published in _PUBLISHED_RATIOS.items():
+            if graph.startswith(network):
                 print(f"{'  published':16}" + "".join(f"{_ratio(r)}    " for r in published))
     write_csv(lines, asked.out / "ratios.csv")
     wanted = f"the {_RATIO_BUDGETS} budgets evenly from the floor to the peak"
@@ -234,9 +237,9 @@ def _best_overhead(cells: Iterable[Cell], budget: int) -> float:
 def _scale(asked: argparse.Namespace) -> None:
     """How cost and time grow with the size of the graph."""
     solvers = asked.solvers or _SCALE_SOLVERS
-    paths = [_file(f"training-{size}", asked.out) for size in asked.sizes]
+    paths = [graph_file(f"training-{size}", asked.out) for size in asked.sizes]
     budgets = asked.budgets or (_SCALE_BUDGET,)
-    rows = summarise(_cells(asked, paths, budgets, solvers, 1, asked.time_limit))
+    rows = summarise(cells(asked.out / "cells", paths, budgets, solvers, 1, asked.time_limit))
     _save(rows, asked.out / "scale.csv")
     print(
         f"\n{'nodes':>8}{'budget':>9} {'solver':16}{'overhead %':>11}{'bound %':>9}{'seconds':>9}"
@@ -253,28 +256,17 @@ def _scale(asked: argparse.Namespace) -> None:
 
 
 def _plot_scale(rows: Sequence[Row], budget: str, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    # Okabe and Ito's palette, and a marker each: readable without colours.
-    colours = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-    styles = zip(colours, "os^Dv<>", strict=True)
-    figure, (costs, times) = pyplot.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
-    solvers = dict.fromkeys(row.solver for row in rows)
-    for (colour, marker), solver in zip(styles, solvers, strict=False):
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    costs, times = figure.subplots(1, 2)
+    for solver, style in styles(dict.fromkeys(row.solver for row in rows)).items():
         own = [row for row in rows if row.solver == solver and row.budget == budget]
         found = [row for row in own if row.overhead_percent is not None]
-        style: dict[str, Any] = {"color": colour, "marker": marker, "label": solver}
         costs.plot([r.nodes for r in found], [r.overhead_percent for r in found], **style)
         seconds = [r.command_seconds or r.solve_seconds for r in own]
         times.plot([r.nodes for r in own], seconds, **style)
         if solver == "auto":
-            bounds = [row.bound_percent for row in own]
-            costs.plot(
-                [r.nodes for r in own], bounds, color=colour, linestyle=":", label="proven bound"
-            )
+            bounds = {**style, "linestyle": ":", "marker": "", "label": "proven bound"}
+            costs.plot([r.nodes for r in own], [row.bound_percent for row in own], **bounds)
     costs.set(xlabel="nodes", ylabel="overhead (%)", xscale="log", ylim=(0, None))
     times.set(xlabel="nodes", ylabel="time (s)", xscale="log", yscale="log")
     costs.set_title(f"Overhead at a budget of {budget} of the peak")
@@ -283,21 +275,27 @@ def _plot_scale(rows: Sequence[Row], budget: str, path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
-def _cells(
-    asked: argparse.Namespace,
-    paths: Iterable[str],
+def cells(
+    folder: Path,
+    paths: Iterable[Path],
     budgets: Sequence[str] | None,
     solvers: Iterable[str],
     seeds: int,
     time_limit: float | None,
 ) -> list[Cell]:
-    """Every cell, measured now or before; no budgets means those of ``--ratios``."""
-    folder = asked.out / "cells"
-    folder.mkdir(exist_ok=True)
-    cells = []
+    """Every cell, measured now or before.
+
+    Args:
+      folder: where each is kept.
+      paths: graph files.
+      budgets: None for those of ``--ratios``.
+      solvers: names in ``METHODS``, with options after a colon.
+      seeds: of the methods that have any.
+      time_limit: seconds of each solve; None for the solver's own.
+    """
+    solvers, found = tuple(solvers), []
     for path in paths:
         graph = load_graph(path)
         peak = simulate(graph, range(len(graph))).peak
@@ -307,13 +305,17 @@ def _cells(
                 for seed in range(seeds if solver.partition(":")[0] in _SEEDED else 1):
                     key = f"{graph.fingerprint[:12]}-{solver}-{budget}-{seed}-{time_limit}"
                     file = folder / (re.sub(r"[^\w.%=-]", "_", key) + ".json")
-                    if not file.exists():
-                        cell = measure(path, graph, budget, solver, seed, time_limit)
-                        write_json(asdict(cell), file)
-                        found = "none" if cell.overhead is None else f"{100 * cell.overhead:.3f} %"
-                        print(f"  {solver} {budget} seed {seed}: {found}, {cell.seconds:.1f} s")
-                    cells.append(Cell(**json.loads(file.read_text())))
-    return cells
+                    job = partial(_report, path, graph, budget, solver, seed, time_limit)
+                    found.append(Cell(**remembered(file, job)))
+    return found
+
+
+def _report(*job: Any) -> dict[str, Any]:
+    """Measures a cell and says so."""
+    cell = measure(*job)
+    overhead = "none" if cell.overhead is None else f"{100 * cell.overhead:.3f} %"
+    print(f"  {cell.solver} {cell.budget_text} seed {cell.seed}: {overhead}, {cell.seconds:.1f} s")
+    return asdict(cell)
 
 
 def _from_floor_to(peak: int, graph: Graph) -> list[str]:
@@ -323,7 +325,7 @@ def _from_floor_to(peak: int, graph: Graph) -> list[str]:
 
 
 def measure(
-    path: str, graph: Graph, budget: str, solver: str, seed: int, time_limit: float | None
+    path: Path, graph: Graph, budget: str, solver: str, seed: int, time_limit: float | None
 ) -> Cell:
     """Runs one method on one graph within one budget, with one seed.
 
@@ -361,9 +363,19 @@ def measure(
     )
 
 
-def _run_command(path: str, budget: str, seed: int, time_limit: float | None) -> dict[str, Any]:
+def _run_command(path: Path, budget: str, seed: int, time_limit: float | None) -> dict[str, Any]:
     """The last line of ``remat solve --log json``."""
-    command = [sys.executable, "-m", "remat", "solve", path, "--budget", budget, "--log", "json"]
+    command = [
+        sys.executable,
+        "-m",
+        "remat",
+        "solve",
+        str(path),
+        "--budget",
+        budget,
+        "--log",
+        "json",
+    ]
     command += ["--seed", str(seed)]
     if time_limit is not None:
         command += ["--time-limit", str(time_limit)]
@@ -399,6 +411,7 @@ def summarise(cells: Sequence[Cell]) -> list[Row]:
             graph=graph,
             nodes=nodes,
             budget=budget,
+            budget_bytes=group[0].budget,
             solver=solver,
             found=sum(cell.overhead is not None for cell in group),
             runs=len(group),

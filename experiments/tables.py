@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import csv
 import importlib.metadata
+import json
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from remat.solvers.graph import write_json
 from remat.solvers.solving import available_processors
 
 
@@ -40,3 +42,22 @@ def write_csv(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
         table.writeheader()
         table.writerows(lines)
     os.replace(temporary, path)
+
+
+def remembered(path: Path, find: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """What ``find`` gives, or gave when the file was written: delete it to have it again.
+
+    So an experiment that was killed goes on where it stopped.
+    """
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(find(), path)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def show(lines: Sequence[Mapping[str, Any]]) -> str:
+    """A table in Markdown; None is "-"."""
+    head = list(lines[0])
+    rows = [head, ["---"] * len(head)]
+    rows += [["-" if value is None else str(value) for value in line.values()] for line in lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
