@@ -13,7 +13,10 @@ step     the whole step that TensorFlow runs, with Adam, its images, gradients
 For each batch a schedule is looked for whose peak is within the memory and
 whose recomputation costs no more than one forward pass.  "ruled out" is the
 least batch for which it is proven that there is none; between it and "fits"
-nothing is known.  All of it is computed; nothing is measured.
+nothing is known.  "floor" is the batch, as a real number, at which one node's
+inputs and outputs alone fill the memory: Checkmate's program has a real number
+for a batch, and where its published answer is the floor rounded up, no
+schedule fits it.  All of it is computed; nothing is measured.
 
 Each batch's result is written to its own file once it is there, so a run that
 was killed goes on where it stopped.
@@ -56,7 +59,7 @@ class Job:
     """One network in one accounting.
 
     Attributes:
-      network: name in ``NETWORKS``.
+      network: name in Checkmate's figure.
       accounting: "layers" or "step".
       memory: bytes.
       time_limit: seconds for each batch, or None for the solver's own.
@@ -112,6 +115,7 @@ class Row:
       fits: largest for which there is a schedule; overhead_percent: its.
       allowed_percent: one forward pass.
       ruled_out: least for which there is proven to be none, or None.
+      floor: batch, a real number, whose largest node alone fills the memory.
       published_keep, published: Checkmate's.
       solves: batches looked at; seconds: that all solves took.
     """
@@ -124,6 +128,7 @@ class Row:
     overhead_percent: float
     allowed_percent: float
     ruled_out: int | None
+    floor: float
     published_keep: int | None
     published: int
     solves: int
@@ -137,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(_PUBLISHED))
+    parser.add_argument("--networks", nargs="+", choices=_PUBLISHED, default=list(_PUBLISHED))
     parser.add_argument("--accountings", nargs="+", choices=ACCOUNTINGS, default=ACCOUNTINGS)
     parser.add_argument("--memory", type=int, default=_MEMORY, help="bytes (default: 16e9)")
     parser.add_argument("--time-limit", type=float, help="seconds a batch; default: the solver's")
@@ -164,13 +169,13 @@ def measure(job: Job, folder: Path) -> Row:
     judge = _Judge(job, folder / "verdicts")
     probe = judge(_PROBE)
     held = (probe.plain_peak - probe.resident) / probe.batch  # bytes an image
-    needed = (probe.floor - probe.resident) / probe.batch
     spare = job.memory - probe.resident
     keep = int(spare / held)
     while not judge.keeps_all(keep):
         keep -= 1
-    # Above twice what the floor of a batch of 8 says, the floor itself is in the way.
-    hopeless = 2 * int(spare / needed) + 1
+    large = judge(max(keep, _PROBE + 1))  # small batches have floors of their own
+    needed = (large.floor - large.resident) / large.batch
+    hopeless = int(1.1 * spare / needed) + 1
     fits = _last(keep, hopeless, lambda batch: judge(batch).fits, job.accuracy)
     known = [verdict.batch for verdict in judge.verdicts if verdict.ruled_out]
     last = _last(
@@ -179,7 +184,7 @@ def measure(job: Job, folder: Path) -> Row:
     ruled_out = [verdict.batch for verdict in judge.verdicts if verdict.ruled_out]
     best = judge(fits)
     assert best.overhead is not None
-    published_keep, published = _PUBLISHED.get(job.network, (None, 0))
+    published_keep, published = _PUBLISHED[job.network]
     return Row(
         network=job.network,
         accounting=job.accounting,
@@ -189,6 +194,7 @@ def measure(job: Job, folder: Path) -> Row:
         overhead_percent=100 * best.overhead,
         allowed_percent=100 * best.allowed,
         ruled_out=min((batch for batch in ruled_out if batch > last), default=None),
+        floor=spare / needed,
         published_keep=published_keep,
         published=published,
         solves=len(judge.verdicts),
@@ -288,11 +294,21 @@ def _line(row: Row) -> dict[str, Any]:
         "keep everything (published)": f"{row.keep} ({row.published_keep or '-'})",
         "published": row.published,
         "remat": row.fits,
-        "ruled out": row.ruled_out,
+        "ruled out (floor)": f"{row.ruled_out or '-'} ({row.floor:.2f})",
         "overhead %, of allowed": f"{row.overhead_percent:.2f} of {row.allowed_percent:.2f}",
         "solves, s": f"{row.solves}, {row.seconds:.0f}",
-        "": "" if row.fits >= row.published else "BELOW the published",
+        "": _verdict(row),
     }
+
+
+def _verdict(row: Row) -> str:
+    if row.fits >= row.published:
+        return ""
+    if round(row.floor) == row.published:
+        return "the published number is the floor, rounded up: no schedule fits it"
+    if row.ruled_out is not None and row.ruled_out <= row.published:
+        return "the published number is proven impossible in this accounting"
+    return "NOT REACHED"
 
 
 def _plot(rows: Sequence[Row], path: Path) -> None:

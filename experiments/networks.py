@@ -48,12 +48,17 @@ def _application(name: str) -> Callable[[tuple[int, int, int]], keras.Model]:
     return build
 
 
-def _vgg_levels(image: tuple[int, int, int]) -> tuple[Any, list[Any]]:
-    """VGG16 without its top: its input, and what each of its five blocks gives."""
+def _plain_levels(image: tuple[int, int, int]) -> tuple[Any, list[Any]]:
+    """The plain encoder of Checkmate's experiments: its input, and what each block gives."""
     import keras
 
-    body = keras.applications.VGG16(weights=None, include_top=False, input_shape=image)
-    return body.input, [body.get_layer(f"block{i}_pool").output for i in range(1, 6)]
+    x = inputs = keras.Input(image)
+    levels = []
+    for filters in (64, 128, 256, 256, 256):
+        x = keras.layers.Activation("relu")(_padded(x, filters))
+        x = keras.layers.MaxPooling2D()(x)
+        levels.append(x)
+    return inputs, levels
 
 
 def _segmentation(inputs: Any, scores: Any) -> keras.Model:
@@ -76,24 +81,22 @@ def _unet(image: tuple[int, int, int]) -> keras.Model:
     """U-Net (Ronneberger et al., 2015) on VGG16, as Checkmate's experiments have it."""
     import keras
 
-    inputs, levels = _vgg_levels(image)
-    x = _padded(levels[3], 512)
-    for level, filters in ((levels[2], 256), (levels[1], 128), (levels[0], 64)):
-        x = keras.layers.Concatenate()([keras.layers.UpSampling2D()(x), level])
+    body = keras.applications.VGG16(weights=None, include_top=False, input_shape=image)
+    levels = [body.get_layer(f"block{number}_pool").output for number in (1, 2, 3, 4)]
+    x = _padded(levels.pop(), 512)
+    for filters in (256, 128, 64):
+        x = keras.layers.Concatenate()([keras.layers.UpSampling2D()(x), levels.pop()])
         x = _padded(x, filters)
     scores = keras.layers.Conv2D(_SCENE_CLASSES, 3, padding="same")(x)
-    return _segmentation(inputs, scores)
+    return _segmentation(body.input, scores)
 
 
 def _segnet(image: tuple[int, int, int]) -> keras.Model:
     """SegNet (Badrinarayanan et al., 2017) in the small form of Checkmate's experiments."""
     import keras
 
-    x = inputs = keras.Input(image)
-    for filters in (64, 128, 256, 256):
-        x = keras.layers.Activation("relu")(_padded(x, filters))
-        x = keras.layers.MaxPooling2D()(x)
-    x = _padded(x, 512)
+    inputs, levels = _plain_levels(image)
+    x = _padded(levels[3], 512)
     for filters in (256, 128, 64):
         x = _padded(keras.layers.UpSampling2D()(x), filters)
     scores = keras.layers.Conv2D(_SCENE_CLASSES, 3, padding="same")(x)
@@ -101,7 +104,7 @@ def _segnet(image: tuple[int, int, int]) -> keras.Model:
 
 
 def _fcn8(image: tuple[int, int, int]) -> keras.Model:
-    """FCN8 (Long et al., CVPR 2015) on VGG16."""
+    """FCN8 (Long et al., CVPR 2015) on the plain encoder, as Checkmate's experiments have it."""
     import keras
 
     def scores(x: Any) -> Any:
@@ -119,7 +122,7 @@ def _fcn8(image: tuple[int, int, int]) -> keras.Model:
             x = keras.layers.Cropping2D(border)(x)
         return x
 
-    inputs, levels = _vgg_levels(image)
+    inputs, levels = _plain_levels(image)
     x = levels[4]
     for kernel in (7, 1):
         x = keras.layers.Conv2D(4096, kernel, activation="relu", padding="same")(x)
@@ -221,7 +224,116 @@ def _densenet161(image: tuple[int, int, int]) -> keras.Model:
     return keras.Model(inputs, layers.Dense(1000, activation="softmax")(x))
 
 
-_PHOTO, _LARGE_PHOTO = (224, 224, 3), (299, 299, 3)
+@dataclass(frozen=True)
+class _Genotype:
+    """The two kinds of cell of a searched network.
+
+    Attributes:
+      normal, reduce: pairs (operation, number of the value it takes); each two
+        of them add up to a new value.  Values 0 and 1 are the two cells before.
+      normal_ends, reduce_ends: values that are joined to the cell's output.
+    """
+
+    normal: tuple[tuple[str, int], ...]
+    normal_ends: tuple[int, ...]
+    reduce: tuple[tuple[str, int], ...]
+    reduce_ends: tuple[int, ...]
+
+
+def _genes(text: str) -> tuple[tuple[str, int], ...]:
+    """ "sep3:0 skip:1" as pairs."""
+    return tuple((gene[:-2], int(gene[-1])) for gene in text.split())
+
+
+_NASNET = _Genotype(  # Zoph et al., CVPR 2018
+    _genes("sep5:1 sep3:0 sep5:0 sep3:0 avg:1 skip:0 avg:0 avg:0 sep3:1 skip:1"),
+    (2, 3, 4, 5, 6),
+    _genes("sep5:1 sep7:0 max:1 sep7:0 avg:1 sep5:0 skip:3 avg:2 sep3:2 max:1"),
+    (4, 5, 6),
+)
+_AMOEBANET = _Genotype(  # Real et al., AAAI 2019
+    _genes("avg:0 max:1 sep3:0 sep5:2 sep3:0 avg:3 sep3:1 skip:1 skip:0 avg:1"),
+    (4, 5, 6),
+    _genes("avg:0 sep3:1 max:0 sep7:2 sep7:0 avg:1 max:0 max:1 cross7:0 sep3:5"),
+    (3, 4, 6),
+)
+_DARTS = _Genotype(  # Liu et al., ICLR 2019, second order
+    _genes("sep3:0 sep3:1 sep3:0 sep3:1 sep3:1 skip:0 skip:0 dil3:2"),
+    (2, 3, 4, 5),
+    _genes("max:0 max:1 skip:2 max:1 max:0 skip:2 skip:2 max:1"),
+    (2, 3, 4, 5),
+)
+
+
+def _searched(
+    genotype: _Genotype, cells: int = 20, channels: int = 36
+) -> Callable[[tuple[int, int, int]], keras.Model]:
+    """A searched network for CIFAR-10, stacked as DARTS stacks its cells."""
+
+    def build(image: tuple[int, int, int]) -> keras.Model:
+        import keras
+
+        layers = keras.layers
+
+        def normalized(x: Any, filters: int, kernel: Any = 1, stride: Any = 1) -> Any:
+            x = layers.Conv2D(filters, kernel, stride, padding="same", use_bias=False)(x)
+            return layers.BatchNormalization()(x)
+
+        def separable(x: Any, filters: int, kernel: int, stride: int, dilation: int = 1) -> Any:
+            x = layers.DepthwiseConv2D(
+                kernel, stride, padding="same", dilation_rate=dilation, use_bias=False
+            )(layers.ReLU()(x))
+            return normalized(x, filters)
+
+        def halved(x: Any, filters: int) -> Any:
+            x = layers.ReLU()(x)
+            parts = [x, layers.Cropping2D(((1, 0), (1, 0)))(x)]
+            convolved = [layers.Conv2D(filters // 2, 1, 2, use_bias=False)(part) for part in parts]
+            return layers.BatchNormalization()(layers.Concatenate()(convolved))
+
+        def operation(name: str, x: Any, filters: int, stride: int) -> Any:
+            if name == "skip":
+                return x if stride == 1 else halved(x, filters)
+            if name in ("avg", "max"):
+                pool = layers.AveragePooling2D if name == "avg" else layers.MaxPooling2D
+                return pool(3, stride, padding="same")(x)
+            kernel = int(name[-1])
+            if name.startswith("cross"):
+                x = layers.Conv2D(
+                    filters, (1, kernel), (1, stride), padding="same", use_bias=False
+                )(layers.ReLU()(x))
+                return normalized(x, filters, (kernel, 1), (stride, 1))
+            if name.startswith("dil"):
+                return separable(x, filters, kernel, stride, dilation=2)
+            return separable(separable(x, filters, kernel, stride), filters, kernel, 1)
+
+        inputs = keras.Input(image)
+        before = last = normalized(inputs, 3 * channels, 3)
+        filters = channels
+        for cell in range(cells):
+            reduces = cell in (cells // 3, 2 * cells // 3)
+            filters *= 2 if reduces else 1
+            genes = genotype.reduce if reduces else genotype.normal
+            ends = genotype.reduce_ends if reduces else genotype.normal_ends
+            if before.shape[1] == last.shape[1]:
+                older = normalized(layers.ReLU()(before), filters)
+            else:
+                older = halved(before, filters)
+            values = [older, normalized(layers.ReLU()(last), filters)]
+            for pair in zip(genes[::2], genes[1::2], strict=True):
+                added = [
+                    operation(name, values[source], filters, 2 if reduces and source < 2 else 1)
+                    for name, source in pair
+                ]
+                values.append(layers.Add()(added))  # two operations make a value
+            before, last = last, layers.Concatenate()([values[end] for end in ends])
+        x = layers.GlobalAveragePooling2D()(last)
+        return keras.Model(inputs, layers.Dense(10, activation="softmax")(x))
+
+    return build
+
+
+_PHOTO, _LARGE_PHOTO, _CIFAR = (224, 224, 3), (299, 299, 3), (32, 32, 3)
 
 NETWORKS = {
     network.name: network
@@ -235,6 +347,9 @@ NETWORKS = {
         Network("ResNet18", _PHOTO, _resnet(2, 2, 2, 2)),
         Network("ResNet34", _PHOTO, _resnet(3, 4, 6, 3)),
         Network("DenseNet161", _PHOTO, _densenet161),
+        Network("NASNet-CIFAR", _CIFAR, _searched(_NASNET)),
+        Network("AmoebaNet-CIFAR", _CIFAR, _searched(_AMOEBANET)),
+        Network("DARTS-CIFAR", _CIFAR, _searched(_DARTS)),
         Network("InceptionV3", _LARGE_PHOTO, _application("InceptionV3")),
         *(
             Network(name, _PHOTO, _application(name))
