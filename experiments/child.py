@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -26,6 +27,7 @@ from remat.plots import of_allocations
 from remat.solvers.graph import write_json
 from remat.timeline import record
 
+from .blocks import Blocks
 from .models import CASES, Case
 from .process import Task
 
@@ -41,9 +43,11 @@ StepFunction = Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
 class Training:
     """A network with its optimizer, as its user has them before the first step."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(
+        self, case: Case, wrap: Callable[[keras.Model], keras.Model] = lambda model: model
+    ) -> None:
         self.case = case
-        self.model = case.model()
+        self.model = wrap(case.model())
         self.loss = case.loss()
         self.optimizer = case.optimizer()
         self.optimizer.build(self.model.trainable_variables)
@@ -51,17 +55,16 @@ class Training:
 
     def plain_step(self) -> StepFunction:
         """The training step that ``Model.fit`` runs, returning what remat's returns."""
+        return tf.function(self.eager_step, jit_compile=False)
 
-        @tf.function(jit_compile=False)
-        def step(inputs: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            with tf.GradientTape() as tape:
-                predictions = self.model(inputs, training=True)
-                loss = self.model.compute_loss(x=inputs, y=labels, y_pred=predictions)
-            weights = self.model.trainable_variables
-            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
-            return predictions, loss
-
-        return step
+    def eager_step(self, inputs: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """The same, operation by operation."""
+        with tf.GradientTape() as tape:
+            predictions = self.model(inputs, training=True)
+            loss = self.model.compute_loss(x=inputs, y=labels, y_pred=predictions)
+        weights = self.model.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return predictions, loss
 
     def compiled(self, budget: int, plan: str | None = None) -> remat.Step:
         """The same step by remat."""
@@ -111,6 +114,40 @@ def plain(task: Task) -> dict[str, Any]:
     resident = _memory()["current"]
     result = train(training.plain_step(), training.case.batches(task.steps))
     return {"resident": resident, **result}
+
+
+def eager(task: Task) -> dict[str, Any]:
+    """The plain step, operation by operation."""
+    training = Training(CASES[task.model])
+    return train(training.eager_step, training.case.batches(task.steps))
+
+
+def recompute_grad(task: Task) -> dict[str, Any]:
+    """With ``tf.recompute_grad`` around about sqrt(n) blocks of layers."""
+    training = Training(CASES[task.model], Blocks)
+    return train(training.plain_step(), training.case.batches(task.steps))
+
+
+def eager_recompute_grad(task: Task) -> dict[str, Any]:
+    """The same, operation by operation."""
+    training = Training(CASES[task.model], Blocks)
+    return train(training.eager_step, training.case.batches(task.steps))
+
+
+def scope_full(task: Task) -> dict[str, Any]:
+    """Under ``keras.RematScope("full")``."""
+    return _scoped(task, "full")
+
+
+def scope_activations(task: Task) -> dict[str, Any]:
+    """Under ``keras.RematScope("activations")``."""
+    return _scoped(task, "activations")
+
+
+def _scoped(task: Task, mode: str) -> dict[str, Any]:
+    with keras.RematScope(mode=mode):
+        training = Training(CASES[task.model])
+        return train(training.plain_step(), training.case.batches(task.steps))
 
 
 def budgeted(task: Task) -> dict[str, Any]:
@@ -289,7 +326,19 @@ def _host_peak() -> int:
 
 KINDS: dict[str, Callable[[Task], dict[str, Any]]] = {
     function.__name__: function
-    for function in (plain, budgeted, floor, timed, compared, demonstrated)
+    for function in (
+        plain,
+        eager,
+        recompute_grad,
+        eager_recompute_grad,
+        scope_full,
+        scope_activations,
+        budgeted,
+        floor,
+        timed,
+        compared,
+        demonstrated,
+    )
 }
 
 

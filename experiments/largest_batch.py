@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -81,7 +82,7 @@ class Verdict:
       allowed: one forward pass as a share of the step: what may be added.
       overhead, bound: fractions; overhead is None if nothing was found.
       plain_peak, floor: bytes.
-      seconds: of the solve.
+      seconds: to make the graph and solve it.
     """
 
     batch: int
@@ -117,7 +118,7 @@ class Row:
       ruled_out: least for which there is proven to be none, or None.
       floor: batch, a real number, whose largest node alone fills the memory.
       published_keep, published: Checkmate's.
-      solves: batches looked at; seconds: that all solves took.
+      solves: batches looked at; seconds: that all of them took.
     """
 
     network: str
@@ -239,6 +240,7 @@ class _Judge:
         return self(batch).plain_peak <= self._job.memory
 
     def _find(self, batch: int) -> Verdict:
+        started = time.monotonic()
         graph = self._graph(batch)
         start = None  # the schedule of the batch before, where the graphs are alike
         if self._latest is not None and self._latest[0].edges == graph.edges:
@@ -260,7 +262,7 @@ class _Judge:
             resident=graph.resident,
             floor=result.floor,
             nodes=len(graph),
-            seconds=result.seconds,
+            seconds=time.monotonic() - started,
         )
 
     def _graph(self, batch: int) -> Graph:
@@ -296,7 +298,7 @@ def _line(row: Row) -> dict[str, Any]:
         "remat": row.fits,
         "ruled out (floor)": f"{row.ruled_out or '-'} ({row.floor:.2f})",
         "overhead %, of allowed": f"{row.overhead_percent:.2f} of {row.allowed_percent:.2f}",
-        "solves, s": f"{row.solves}, {row.seconds:.0f}",
+        "batches tried, s": f"{row.solves}, {row.seconds:.0f}",
         "": _verdict(row),
     }
 

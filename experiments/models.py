@@ -139,6 +139,17 @@ def _unet(case: Case, width: int = 24, depth: int = 4) -> keras.Model:
     return keras.Model(inputs, keras.layers.Conv2D(case.classes, 1)(x), name="u_net")
 
 
+def _sample_cnn(case: Case, layers: int = 12, width: int = 16) -> keras.Model:
+    """Convolutions at full resolution, one after the other."""
+    import keras
+
+    x = inputs = keras.Input(case.inputs[1:])
+    for _ in range(layers):
+        x = keras.layers.ReLU()(keras.layers.Conv2D(width, 3, padding="same")(x))
+    x = keras.layers.GlobalAveragePooling2D()(x)
+    return keras.Model(inputs, keras.layers.Dense(case.classes)(x), name="sample_cnn")
+
+
 def _small_unet(case: Case) -> keras.Model:
     return _unet(case, width=16, depth=2)
 
@@ -207,6 +218,8 @@ CASES = {
         _image_case("DenseNet121", 24, 128),
         Case("UNet", _unet, _discs, (8, 160, 160, 3), (8, 160, 160), classes=2),
         Case("Transformer", _transformer, _sequences, (16, 256), (16,), dtype="int32"),
+        # For eager recomputation.
+        Case("SampleCNN", _sample_cnn, _images, (16, 256, 256, 1), (16,)),
         # To try an experiment out, in a minute.
         Case("SmallUNet", _small_unet, _discs, (8, 96, 96, 3), (8, 96, 96), classes=2),
         # For the time that compiling takes.

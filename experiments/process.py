@@ -22,6 +22,7 @@ from remat.solvers.graph import write_json
 
 _SEARCHES = 6  # budgets tried, at most, for one that is feasible
 _STEP = 1.03  # upwards
+_MIB = 2**20
 _REPOSITORY = Path(__file__).parent.parent
 
 
@@ -90,6 +91,7 @@ class Runner:
 
         Args:
           task: says ``least_budget`` (bytes) where its budget is "infeasible".
+            Its hard limit, if it has one, is always the budget.
           ceiling: bytes above which that is not believed.
 
         Returns:
@@ -98,10 +100,12 @@ class Runner:
         assert task.budget is not None
         budget = task.budget
         for _ in range(_SEARCHES):
-            found = self.result(replace(task, budget=budget))
+            limit = None if task.limit_mib is None else budget // _MIB
+            found = self.result(replace(task, budget=budget, limit_mib=limit))
             if found["status"] != "infeasible":
                 break
             budget = max(int(budget * _STEP), min(found["least_budget"], ceiling))
+            budget = -(-budget // _MIB) * _MIB
         return budget, found
 
 

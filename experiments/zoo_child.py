@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +20,7 @@ import tensorflow as tf
 import remat
 from remat.solvers.graph import write_json
 
+from .blocks import Blocks
 from .process import Task
 
 BATCH, BATCHES, EPOCHS, CLASSES = 8, 3, 2, 10
@@ -144,47 +143,7 @@ def scope_larger_than(task: Task) -> dict[str, Any]:
 
 def recompute_grad(task: Task) -> dict[str, Any]:
     """With ``tf.recompute_grad`` around about sqrt(n) blocks of layers."""
-    return fit(_Blocks(application(task.model)))
-
-
-class _Blocks(keras.Model):
-    """A functional model cut where a single value passes, each piece recomputed."""
-
-    def __init__(self, model: keras.Model) -> None:
-        super().__init__(name=f"{model.name}_blocks")
-        self._shape = model.input_shape
-        cuts = _cuts(model)
-        size = max(1, math.isqrt(len(cuts)))
-        values = [model.input, *(model.layers[i].output for i in cuts[size - 1 : -1 : size])]
-        values.append(model.output)
-        self.pieces = [keras.Model(a, b) for a, b in itertools.pairwise(values)]
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        return self._shape
-
-    def call(self, x: Any, training: bool | None = None) -> Any:
-        for piece in self.pieces:
-            x = tf.recompute_grad(lambda x, piece=piece: piece(x, training=training))(x)
-        return x
-
-
-def _cuts(model: keras.Model) -> list[int]:
-    """Layers whose output is all that later layers read of this and earlier ones."""
-    number = {id(layer): i for i, layer in enumerate(model.layers)}
-    last = [i for i, _ in enumerate(model.layers)]  # who reads it last
-    for i, layer in enumerate(model.layers):
-        for node in layer._inbound_nodes:
-            for source in node.parent_nodes:
-                if id(source.operation) in number:
-                    j = number[id(source.operation)]
-                    last[j] = max(last[j], i)
-    cuts, reach = [], 0
-    for i, _ in enumerate(model.layers):
-        if 0 < reach <= i:
-            cuts.append(i)
-        reach = max(reach, last[i])
-    return cuts
+    return fit(Blocks(application(task.model)))
 
 
 KINDS: dict[str, Callable[[Task], dict[str, Any]]] = {
