@@ -85,7 +85,14 @@ def _multiplications(layer: Any) -> int:
         return output * (math.prod(layer.kernel_size) if "Depthwise" in kind else taps)
     if kind == "Conv2DTranspose":
         return output * inputs[0].shape[-1]
-    times = {"BatchNormalization": 4, "Activation": 1, "ReLU": 1, "Add": 1, "UpSampling2D": 1}
+    times = {
+        "BatchNormalization": 4,
+        "Activation": 1,
+        "ReLU": 1,
+        "LeakyReLU": 1,
+        "Add": 1,
+        "UpSampling2D": 1,
+    }
     return times.get(kind, 0) * (output if kind == "UpSampling2D" else sum(map(_size, inputs)))
 
 

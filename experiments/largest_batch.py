@@ -177,9 +177,9 @@ def measure(job: Job, folder: Path) -> Row:
     large = judge(max(keep, _PROBE + 1))  # small batches have floors of their own
     needed = (large.floor - large.resident) / large.batch
     hopeless = int(1.1 * spare / needed) + 1
-    fits = _last(keep, hopeless, lambda batch: judge(batch).fits, job.accuracy)
+    fits = last_batch(keep, hopeless, lambda batch: judge(batch).fits, job.accuracy)
     known = [verdict.batch for verdict in judge.verdicts if verdict.ruled_out]
-    last = _last(
+    last = last_batch(
         fits, min(known, default=hopeless), lambda batch: not judge(batch).ruled_out, job.accuracy
     )
     ruled_out = [verdict.batch for verdict in judge.verdicts if verdict.ruled_out]
@@ -273,7 +273,7 @@ class _Judge:
         return step_graph(self._model, self._network.name, batch)
 
 
-def _last(below: int, above: int, holds: Callable[[int], bool], accuracy: float) -> int:
+def last_batch(below: int, above: int, holds: Callable[[int], bool], accuracy: float) -> int:
     """The largest batch for which something holds, by bisection.
 
     Args:

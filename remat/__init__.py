@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .compile import Step, compile
     from .function import Function, function
+    from .pingpong import PingPong
     from .solvers import InfeasibleBudgetError, Plan, PlanError
     from .trace import TraceError
     from .wrap import wrap
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Function": ".function",
     "InfeasibleBudgetError": ".solvers",
+    "PingPong": ".pingpong",
     "Plan": ".solvers",
     "PlanError": ".solvers",
     "Step": ".compile",
@@ -34,6 +36,7 @@ _HOME = {
 __all__ = [
     "Function",
     "InfeasibleBudgetError",
+    "PingPong",
     "Plan",
     "PlanError",
     "Step",
