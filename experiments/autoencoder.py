@@ -21,7 +21,6 @@ is not measured again.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -34,7 +33,7 @@ from remat.solvers import Graph, Status, simulate, solve
 from .accounting import layer_graph
 from .largest_batch import last_batch
 from .process import Runner, Task
-from .tables import machine, remembered, show, write_csv
+from .tables import begin, command, machine, remembered, show, write_csv
 
 _BATCH = 64  # whose plain memory is what there is
 _NUMBER = 4  # bytes of a float
@@ -102,18 +101,13 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the experiment."""
-    parser = argparse.ArgumentParser(
-        "python -m experiments.autoencoder",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("autoencoder", __doc__)
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--model-only", action="store_true", help="nothing is measured")
     only.add_argument("--measure-only", action="store_true", help="nothing is modelled")
     parser.add_argument("--loss", choices=("mae", "dssim"), default="mae", help="measured")
-    parser.add_argument("--out", type=Path, default=Path("out/autoencoder"), metavar="DIR")
     asked = parser.parse_args(arguments)
-    print("\n".join(f"{key}: {value}" for key, value in machine().items()), end="\n\n")
+    begin(asked.out)
     rows = [] if asked.measure_only else modelled(asked.out)
     if not asked.model_only:
         rows += measured(asked.out, asked.loss)

@@ -6,22 +6,19 @@ is the loss.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 import remat
-from remat.solvers.graph import write_json
 
 from .autoencoder_model import IMAGE, LOSSES, adam, build, train_side
-from .process import Task
+from .process import Task, serve
 
 WIDTH, BATCH = 64, 32
 _TURN = 5  # steps of one side before it is the other's turn
@@ -113,19 +110,5 @@ KINDS: dict[str, Callable[[Task], dict[str, Any]]] = {
 }
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Runs one task and writes what it found."""
-    task = Task(**json.loads(arguments[0]))
-    try:
-        result = KINDS[task.kind](task)
-    except remat.InfeasibleBudgetError as error:
-        result = {
-            "status": "infeasible",
-            "message": str(error),
-            "least_budget": error.least_budget,
-        }
-    write_json(result, Path(arguments[1]))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    serve(KINDS, sys.argv[1:])

@@ -16,7 +16,6 @@ goes on where it stopped.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +30,7 @@ from remat.solvers.solving import METHODS
 from .graphs import graph_file
 from .pictures import styles
 from .solver_quality import Row, cells, summarise
-from .tables import machine, show, write_csv
+from .tables import begin, command, machine, show, write_csv
 
 _GRAPHS = ("step:VGG16:256", "step:MobileNet:512", "step:U-Net:32")
 _TIME_LIMIT = 3.0  # seconds
@@ -41,11 +40,7 @@ _GB = 1e9
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the sweep."""
-    parser = argparse.ArgumentParser(
-        "python -m experiments.budget_sweep",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("budget_sweep", __doc__)
     parser.add_argument("graphs", nargs="*", metavar="GRAPH", default=_GRAPHS)
     parser.add_argument(
         "--budgets", nargs="+", metavar="BUDGET", help="bytes, or % of the given order's peak"
@@ -54,10 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--time-limit", type=float, default=_TIME_LIMIT, help="seconds (default: %(default)s)"
     )
-    parser.add_argument("--out", type=Path, default=Path("out/budget_sweep"), metavar="DIR")
     asked = parser.parse_args(arguments)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    print("\n".join(f"{key}: {value}" for key, value in machine().items()), end="\n\n")
+    begin(asked.out)
     try:
         paths = [graph_file(name, asked.out) for name in asked.graphs]
     except ValueError as error:

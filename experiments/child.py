@@ -6,16 +6,14 @@ environment.
 
 from __future__ import annotations
 
-import json
 import math
 import resource
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -24,12 +22,11 @@ import tensorflow as tf
 
 import remat
 from remat.plots import of_allocations
-from remat.solvers.graph import write_json
 from remat.timeline import record
 
 from .blocks import Blocks
 from .models import CASES, Case
-from .process import Task
+from .process import Task, serve
 
 _DEVICE = "CPU:0"
 _HOPELESS = 1 << 20  # bytes; a budget that nothing fits
@@ -342,24 +339,5 @@ KINDS: dict[str, Callable[[Task], dict[str, Any]]] = {
 }
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Runs one task and writes what it found."""
-    task = Task(**json.loads(arguments[0]))
-    if task.exact:
-        tf.config.experimental.enable_op_determinism()
-    try:
-        result = KINDS[task.kind](task)
-    except remat.InfeasibleBudgetError as error:
-        result = {
-            "status": "infeasible",
-            "message": str(error),
-            "proven": error.proven,
-            "floor": error.floor,
-            "floor_nodes": list(error.floor_nodes),
-            "least_budget": error.least_budget,
-        }
-    write_json(result, Path(arguments[1]))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    serve(KINDS, sys.argv[1:])

@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from .models import CASES
 from .pictures import styles
 from .process import Runner, Task
-from .tables import machine, show, write_csv
+from .tables import begin, command, machine, show, write_csv
 
 _WAYS = {
     "plain": "tf.function",
@@ -68,22 +68,17 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the experiment; 1 if remat broke down or took more than its budget."""
-    parser = argparse.ArgumentParser(
-        "python -m experiments.eager_recompute",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("eager_recompute", __doc__)
     parser.add_argument("--model", choices=CASES, default="SampleCNN")
     parser.add_argument("--ways", nargs="*", choices=_WAYS, default=list(_WAYS))
     parser.add_argument(
         "--shares", nargs="*", type=float, default=_SHARES, help="remat's (default: %(default)s)"
     )
     parser.add_argument("--steps", type=int, default=4, help="the first is not timed (default: 4)")
-    parser.add_argument("--out", type=Path, default=Path("out/eager_recompute"), metavar="DIR")
     asked = parser.parse_args(arguments)
     if asked.steps < 2:
         parser.error("--steps must be at least 2: the first step is not timed")
-    print("\n".join(f"{key}: {value}" for key, value in machine().items()), end="\n\n")
+    begin(asked.out)
     runner = Runner(asked.out, "experiments.child", _TIMEOUT)
     plain = runner.result(Task("plain", asked.model, steps=asked.steps))
     if plain["status"] != "done":

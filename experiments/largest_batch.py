@@ -24,7 +24,6 @@ was killed goes on where it stopped.
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -39,7 +38,7 @@ from remat.solvers import Graph, Status, simulate, solve
 from .accounting import ACCOUNTINGS, layer_graph, step_graph
 from .networks import NETWORKS
 from .pictures import COLOURS
-from .tables import machine, remembered, show, write_csv
+from .tables import begin, command, machine, remembered, show, write_csv
 
 _MEMORY = 16 * 10**9  # bytes
 _PROBE = 8  # images of the batch that tells how memory grows
@@ -138,11 +137,7 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the experiment."""
-    parser = argparse.ArgumentParser(
-        "python -m experiments.largest_batch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("largest_batch", __doc__)
     parser.add_argument("--networks", nargs="+", choices=_PUBLISHED, default=list(_PUBLISHED))
     parser.add_argument("--accountings", nargs="+", choices=ACCOUNTINGS, default=ACCOUNTINGS)
     parser.add_argument("--memory", type=int, default=_MEMORY, help="bytes (default: 16e9)")
@@ -150,9 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--accuracy", type=float, default=0.0, help="share of a batch (default: 0, to the image)"
     )
-    parser.add_argument("--out", type=Path, default=Path("out/largest_batch"), metavar="DIR")
     asked = parser.parse_args(arguments)
-    print("\n".join(f"{key}: {value}" for key, value in machine().items()), end="\n\n")
+    begin(asked.out)
     rows: list[Row] = []
     for network in asked.networks:
         for accounting in asked.accountings:

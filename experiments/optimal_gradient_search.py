@@ -17,7 +17,6 @@ where it stopped.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from remat.solvers.floor import memory_floor
 from .accounting import ACCOUNTINGS
 from .graphs import graph_file
 from .pictures import styles
-from .tables import machine, remembered, show, write_csv
+from .tables import begin, command, machine, remembered, show, write_csv
 
 _BATCH = 64
 _ACCURACY = 0.01  # of the plain memory, to which the memory at their time is found
@@ -118,20 +117,12 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the experiment."""
-    parser = argparse.ArgumentParser(
-        "python -m experiments.optimal_gradient_search",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("optimal_gradient_search", __doc__)
     parser.add_argument("--networks", nargs="+", choices=PUBLISHED, default=list(PUBLISHED))
     parser.add_argument("--accounting", choices=ACCOUNTINGS, default="layers")
     parser.add_argument("--time-limit", type=float, help="seconds a solve; default: the solver's")
-    parser.add_argument(
-        "--out", type=Path, default=Path("out/optimal_gradient_search"), metavar="DIR"
-    )
     asked = parser.parse_args(arguments)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    print("\n".join(f"{key}: {value}" for key, value in machine().items()), end="\n\n")
+    begin(asked.out)
     rows: list[Row] = []
     for network in asked.networks:
         rows.append(measure(Job(network, asked.accounting, asked.time_limit), asked.out))

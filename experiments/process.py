@@ -14,10 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from remat.solvers import InfeasibleBudgetError
 from remat.solvers.graph import write_json
 
 _SEARCHES = 6  # budgets tried, at most, for one that is feasible
@@ -152,6 +154,32 @@ def run(
         else:
             result = {"status": "failed", "message": _ending(code, timeout, log)}
     return {**result, "seconds": time.monotonic() - started}
+
+
+def serve(kinds: Mapping[str, Callable[[Task], Mapping[str, Any]]], arguments: list[str]) -> None:
+    """What a module that runs tasks does: ``MODULE TASK RESULT.json``.
+
+    Args:
+      kinds: what a task's kind does.
+      arguments: of the command line: the task, and the file for what came of it.
+    """
+    import tensorflow as tf
+
+    task = Task(**json.loads(arguments[0]))
+    if task.exact:
+        tf.config.experimental.enable_op_determinism()
+    try:
+        result = kinds[task.kind](task)
+    except InfeasibleBudgetError as error:
+        result = {
+            "status": "infeasible",
+            "message": str(error),
+            "proven": error.proven,
+            "floor": error.floor,
+            "floor_nodes": list(error.floor_nodes),
+            "least_budget": error.least_budget,
+        }
+    write_json(result, Path(arguments[1]))
 
 
 def _environment(task: Task) -> dict[str, str]:

@@ -11,11 +11,9 @@ the graph, each node coloured by what the schedule does with its value.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +28,7 @@ from remat.solvers.budget import format_bytes, parse_budget
 from remat.solvers.schedule import Schedule
 
 from .graphs import graph_file
-from .tables import machine
+from .tables import begin, command
 
 _GRAPHS = ("layers:U-Net:32",)
 _SOLVERS = ("checkpoint_all", "chen_greedy", "auto")
@@ -43,11 +41,7 @@ _KEPT = ("#0072B2", "#E69F00", "#D55E00")  # runs once, twice, more often
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draws the pictures."""
-    parser = argparse.ArgumentParser(
-        "python -m experiments.schedule_pictures",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("schedule_pictures", __doc__)
     parser.add_argument("graphs", nargs="*", metavar="GRAPH", default=_GRAPHS)
     parser.add_argument(
         "--budget", default="60%", help="bytes, or %% of the given order's peak (default: 60%%)"
@@ -59,10 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="NAME",
         help="checkpoint_all is drawn whatever the budget (default: %(default)s)",
     )
-    parser.add_argument("--out", type=Path, default=Path("out/schedule_pictures"), metavar="DIR")
     asked = parser.parse_args(arguments)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    print("\n".join(f"{key}: {value}" for key, value in machine().items()), end="\n\n")
+    begin(asked.out)
     try:
         paths = [graph_file(name, asked.out) for name in asked.graphs]
     except ValueError as error:

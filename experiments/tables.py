@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import importlib.metadata
 import json
@@ -32,6 +33,28 @@ def machine() -> dict[str, str | int]:
         "cores": available_processors(),
         "versions": ", ".join(versions),
     }
+
+
+def command(name: str, description: str | None) -> argparse.ArgumentParser:
+    """The command line of an experiment, whose results go to ``--out``.
+
+    Args:
+      name: of the experiment's module.
+      description: its docstring.
+    """
+    parser = argparse.ArgumentParser(
+        f"python -m experiments.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, default=Path("out") / name, metavar="DIR")
+    return parser
+
+
+def begin(out: Path) -> None:
+    """Makes the folder of results, and says what machine they are from."""
+    out.mkdir(parents=True, exist_ok=True)
+    print("\n".join(f"{key}: {value}" for key, value in machine().items()), end="\n\n")
 
 
 def write_csv(lines: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -70,4 +70,4 @@ class PingPong:
 
     def _read(self) -> list[np.ndarray]:
         # A copy: on the CPU an array can share the variable's own memory.
-        return [np.array(variable) for variable in self._variables]
+        return [variable.numpy().copy() for variable in self._variables]

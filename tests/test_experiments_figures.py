@@ -22,7 +22,7 @@ from experiments import (
 from experiments.accounting import layer_graph, step_graph
 from experiments.networks import NETWORKS, Network
 from experiments.process import Runner, Task
-from remat.solvers import Graph, Node, load_graph, save_graph, simulate
+from remat.solvers import Graph, Node, save_graph, simulate
 
 PNG = b"\x89PNG"
 MIB = 2**20
@@ -134,7 +134,7 @@ def test_the_largest_batch(
 
 def test_eighteen_networks(training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimal_gradient_search, "graph_file", lambda name, folder: training)
-    arguments = ["--networks", "AlexNet", "--time-limit", "1", "--out", str(tmp_path)]
+    arguments = ["--networks", "AlexNet", "--time-limit", "0.5", "--out", str(tmp_path)]
     optimal_gradient_search.main(arguments)
     (row,) = rows(tmp_path / "table.csv")
     assert float(row["bound"]) <= float(row["at_their_memory"]) + 1e-9
@@ -149,7 +149,8 @@ def test_eighteen_networks(training: Path, tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_budget_sweep(training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     solvers = ["feng_huang", "gap_cover"]
-    budget_sweep.main([str(training), "--solvers", *solvers, "--out", str(tmp_path)])
+    arguments = [str(training), "--solvers", *solvers, "--time-limit", "0.5"]
+    budget_sweep.main([*arguments, "--out", str(tmp_path)])
     table = rows(tmp_path / "table.csv")
     assert [row["solver"] for row in table] == [s for s in solvers for _ in range(8)]
     for row in table:
@@ -183,9 +184,8 @@ def test_pictures_of_schedules(training: Path, tmp_path: Path) -> None:
     assert {file.name for file in out.iterdir()} == {
         f"training-{picture}.png" for picture in ("matrix", "memory", "kept")
     }
-    graph = load_graph(training)
-    repeated = tuple(range(len(graph) // 2)) + tuple(range(len(graph)))
-    assert (schedule_pictures.matrix(graph, repeated) == 3).any()
+    for file in out.iterdir():
+        assert file.read_bytes().startswith(PNG)
 
 
 def test_a_search_keeps_the_limit_at_the_budget(
