@@ -8,8 +8,10 @@ less memory it takes (weights not counted) at how much more time.  Here, for
 each: the time at their memory, with the proven least; the memory at their
 time; and the best point, where the points of memory saved less the points of
 time paid are the most.  All of it is computed (``experiments.accounting``),
-nothing measured; theirs was measured with PyTorch on a GPU, where small
-batches and launches cost time that multiplications do not show.
+nothing measured; theirs was measured with PyTorch on a GPU.  Counted layer by
+layer, a gradient holds its layer's output and what the next layers made of it,
+so that the first layers of the VGGs alone fill most of the memory; PyTorch
+computes some of those in place, and TensorFlow fuses them: see "step".
 
 Every solve is kept in a file of its own, so a run that was killed goes on
 where it stopped.
@@ -123,17 +125,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--time-limit", type=float, help="seconds a solve; default: the solver's")
     asked = parser.parse_args(arguments)
     begin(asked.out)
+    table = asked.out / f"{asked.accounting}.csv"
     rows: list[Row] = []
     for network in asked.networks:
         rows.append(measure(Job(network, asked.accounting, asked.time_limit), asked.out))
-        print(f"{network}: {rows[-1].at_their_memory} % at their memory", flush=True)
-        write_csv([{**asdict(row), **machine()} for row in rows], asked.out / "table.csv")
+        print(f"{network}: {rows[-1].seconds:.0f} s", flush=True)
+        write_csv([{**asdict(row), **machine()} for row in rows], table)
     print("\n" + show([_line(row) for row in rows]))
     reached = [r for r in rows if r.at_their_memory is not None]
     half = sum(2 * (r.at_their_memory or 0.0) <= r.published_overhead for r in reached)
     print(f"\nat their memory at most half of their time: {half} of {len(rows)}")
-    _plot(rows, asked.out / "optimal_gradient_search.png")
-    print(f"saved: {asked.out / 'table.csv'}, {asked.out / 'optimal_gradient_search.png'}")
+    _plot(rows, table.with_suffix(".png"))
+    print(f"saved: {table}, {table.with_suffix('.png')}")
 
 
 def measure(job: Job, folder: Path) -> Row:
@@ -190,7 +193,11 @@ def _solved(job: Job, graph: Graph, plain: int, saved: float, folder: Path) -> P
 
 
 def _line(row: Row) -> dict[str, Any]:
-    ours = None if row.at_their_memory is None else f"{row.at_their_memory:.2f}"
+    ours: str | None = None
+    if row.at_their_memory is not None:
+        ours = f"{row.at_their_memory:.2f}"
+    elif row.published_saved > row.most_saved:
+        ours = "proven impossible"
     return {
         "network": f"{row.network} ({row.nodes} nodes)",
         "theirs: memory -%, time +%": f"{row.published_saved:.0f}, {row.published_overhead:.0f}",
@@ -198,7 +205,7 @@ def _line(row: Row) -> dict[str, Any]:
         "proven least": f"{row.bound:.2f}",
         "memory -% at their time": f"{row.at_their_time:.0f}",
         "best point": f"{row.best_saved:.0f}, {row.best_overhead:.1f}",
-        "floor, memory -%": f"{row.most_saved:.0f}",
+        "memory -% at the floor": f"{row.most_saved:.0f}",
         "s": f"{row.seconds:.0f}",
     }
 

@@ -136,7 +136,7 @@ def test_eighteen_networks(training: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(optimal_gradient_search, "graph_file", lambda name, folder: training)
     arguments = ["--networks", "AlexNet", "--time-limit", "0.5", "--out", str(tmp_path)]
     optimal_gradient_search.main(arguments)
-    (row,) = rows(tmp_path / "table.csv")
+    (row,) = rows(tmp_path / "layers.csv")
     assert float(row["bound"]) <= float(row["at_their_memory"]) + 1e-9
     assert 0 < float(row["at_their_time"]) <= float(row["most_saved"])
     assert float(row["best_saved"]) - float(row["best_overhead"]) >= 34 - float(
