@@ -107,7 +107,7 @@ def train(step: StepFunction, batches: Iterable[tuple[tf.Tensor, tf.Tensor]]) ->
 
 def plain(task: Task) -> dict[str, Any]:
     """Peak of the plain step."""
-    training = Training(CASES[task.model])
+    training = Training(_case(task))
     resident = _memory()["current"]
     result = train(training.plain_step(), training.case.batches(task.steps))
     return {"resident": resident, **result}
@@ -115,19 +115,19 @@ def plain(task: Task) -> dict[str, Any]:
 
 def eager(task: Task) -> dict[str, Any]:
     """The plain step, operation by operation."""
-    training = Training(CASES[task.model])
+    training = Training(_case(task))
     return train(training.eager_step, training.case.batches(task.steps))
 
 
 def recompute_grad(task: Task) -> dict[str, Any]:
     """With ``tf.recompute_grad`` around about sqrt(n) blocks of layers."""
-    training = Training(CASES[task.model], Blocks)
+    training = Training(_case(task), Blocks)
     return train(training.plain_step(), training.case.batches(task.steps))
 
 
 def eager_recompute_grad(task: Task) -> dict[str, Any]:
     """The same, operation by operation."""
-    training = Training(CASES[task.model], Blocks)
+    training = Training(_case(task), Blocks)
     return train(training.eager_step, training.case.batches(task.steps))
 
 
@@ -143,7 +143,7 @@ def scope_activations(task: Task) -> dict[str, Any]:
 
 def _scoped(task: Task, mode: str) -> dict[str, Any]:
     with keras.RematScope(mode=mode):
-        training = Training(CASES[task.model])
+        training = Training(_case(task))
         return train(training.plain_step(), training.case.batches(task.steps))
 
 
@@ -151,7 +151,7 @@ def budgeted(task: Task) -> dict[str, Any]:
     """Compiles for a budget and trains inside it; writes the plan."""
     assert task.budget is not None
     assert task.plan is not None
-    training = Training(CASES[task.model])
+    training = Training(_case(task))
     before = _host_peak()
     started = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
@@ -180,7 +180,7 @@ def budgeted(task: Task) -> dict[str, Any]:
 
 def floor(task: Task) -> dict[str, Any]:
     """What remat knows about the least budget, asked for a hopeless one."""
-    training = Training(CASES[task.model])
+    training = Training(_case(task))
     training.compiled(_HOPELESS)
     raise AssertionError(f"{task.model} trains within {_HOPELESS} bytes")
 
@@ -192,7 +192,7 @@ def timed(task: Task) -> dict[str, Any]:
     There is memory enough for either.
     """
     assert task.budget is not None
-    training = Training(CASES[task.model])
+    training = Training(_case(task))
     start = training.state()
     steps: dict[str, StepFunction] = {"plain": training.plain_step()}
     lowered = training.compiled(task.budget, task.plan)
@@ -220,7 +220,7 @@ def timed(task: Task) -> dict[str, Any]:
 def compared(task: Task) -> dict[str, Any]:
     """Largest differences after some steps: remat's to plain, plain's to itself."""
     assert task.budget is not None
-    training = Training(CASES[task.model])
+    training = Training(_case(task))
     start = training.state()
     plain_step = training.plain_step()
 
@@ -260,7 +260,7 @@ def demonstrated(task: Task) -> dict[str, Any]:
       weights after it are in the file ``task.weights``.
     """
     assert task.weights is not None
-    training = Training(CASES[task.model])
+    training = Training(_case(task))
     if task.budget is None:
         step, figures = training.plain_step(), {}
     else:
@@ -310,6 +310,11 @@ def _differences(
 def _recomputations(step: remat.Step) -> int:
     schedule = step.plan.schedule
     return len(schedule) - len(set(schedule))
+
+
+def _case(task: Task) -> Case:
+    case = CASES[task.model]
+    return case if task.batch is None else case.with_batch(task.batch)
 
 
 def _memory() -> dict[str, int]:

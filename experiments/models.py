@@ -12,7 +12,7 @@ the others does not need it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,6 +50,10 @@ class Case:
     def size(self) -> str:
         """The inputs' shape for people: "32 x 128 x 128 x 3"."""
         return " x ".join(map(str, self.inputs))
+
+    def with_batch(self, batch: int) -> Case:
+        """The same network and data in batches of another size."""
+        return replace(self, inputs=(batch, *self.inputs[1:]), labels=(batch, *self.labels[1:]))
 
     def model(self, seed: int = 0) -> keras.Model:
         """The network; the same seed gives the same weights and dropout masks."""

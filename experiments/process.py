@@ -36,6 +36,7 @@ class Task:
       kind: name of a function in the module's ``KINDS``.
       model: name of a case in ``experiments.models.CASES`` (or of what the
         module at hand has instead, such as ``keras.applications``).
+      batch: its size, where it is not the case's own.
       steps: training steps.
       budget: bytes, where there is a budget.
       share: of the plain peak as predicted, where the budget is one.
@@ -49,6 +50,7 @@ class Task:
 
     kind: str
     model: str
+    batch: int | None = None
     steps: int = 3
     budget: int | None = None
     share: float | None = None
@@ -77,7 +79,7 @@ class Runner:
         """What ``run`` gives, or gave."""
         for name in ("results", "logs"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        parts = (task.model, task.kind, task.budget, task.share)
+        parts = (task.model, task.batch, task.kind, task.budget, task.share)
         name = "-".join(str(part) for part in parts if part is not None)
         file = self.folder / "results" / f"{name}.json"
         if not file.exists():

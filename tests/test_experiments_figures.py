@@ -16,6 +16,7 @@ from experiments import (
     budget_sweep,
     eager_recompute,
     largest_batch,
+    largest_batch_measured,
     optimal_gradient_search,
     schedule_pictures,
 )
@@ -203,6 +204,27 @@ def test_a_search_keeps_the_limit_at_the_budget(
     budget, found = Runner(tmp_path, "experiments.child", 1.0).within(task, 100 * MIB)
     assert (budget, found["status"]) == (60 * MIB, "done")
     assert [(task.budget, task.limit_mib) for task in asked] == [(50 * MIB, 50), (60 * MIB, 60)]
+
+
+def test_the_largest_batch_is_halved_in_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def result(runner: Runner, task: Task) -> dict[str, Any]:
+        assert task.limit_mib == 64
+        assert task.batch is not None
+        assert task.budget == (64 * MIB if task.kind == "budgeted" else None)
+        if task.batch > (37 if task.kind == "budgeted" else 21):
+            return {"status": "failed", "message": "out of memory"}
+        return {"status": "done", "peak": 60 * MIB, "step_seconds": [9.0, 1.0, 1.0]}
+
+    monkeypatch.setattr(Runner, "result", result)
+    arguments = ["--models", "SmallUNet", "--ways", "plain", "budgeted", "--limit", "64"]
+    largest_batch_measured.main([*arguments, "--out", str(tmp_path)])
+    plain, ours = rows(tmp_path / "table.csv")
+    assert (plain["batch"], plain["failed"]) == ("21", "22")
+    assert (ours["batch"], ours["failed"]) == ("37", "38")
+    assert float(ours["gain"]) == 37 / 21
+    assert "| SmallUNet | remat | 37 | 38 | 1.76 | 60 of 64 |" in capsys.readouterr().out
 
 
 def test_eager_recomputation_is_measured(
