@@ -162,15 +162,16 @@ def measure(job: Job, folder: Path) -> Row:
     """The largest batches of one job; each verdict is kept in the folder."""
     print(f"{job.network}, {job.accounting}")
     judge = _Judge(job, folder / "verdicts")
-    probe = judge(_PROBE)
-    held = (probe.plain_peak - probe.resident) / probe.batch  # bytes an image
-    spare = job.memory - probe.resident
-    keep = int(spare / held)
+    small = judge(_PROBE)
+    large = judge(max(int(_PROBE * job.memory / small.plain_peak), _PROBE + 1))
+    growth = (large.plain_peak - small.plain_peak) / (large.batch - _PROBE)  # bytes an image
+    keep = _PROBE + int((job.memory - small.plain_peak) / growth)
     while not judge.keeps_all(keep):
-        keep -= 1
-    large = judge(max(keep, _PROBE + 1))  # small batches have floors of their own
-    needed = (large.floor - large.resident) / large.batch
-    hopeless = int(1.1 * spare / needed) + 1
+        keep = min(keep - 1, int(keep * job.memory / judge(keep).plain_peak))
+    # The floor grows from what is held whatever the batch; small batches have floors of their own.
+    fixed = small.resident - _PROBE * (large.resident - small.resident) / (large.batch - _PROBE)
+    floor = large.batch * (job.memory - fixed) / (large.floor - fixed)
+    hopeless = int(1.1 * floor) + 1
     fits = last_batch(keep, hopeless, lambda batch: judge(batch).fits, job.accuracy)
     known = [verdict.batch for verdict in judge.verdicts if verdict.ruled_out]
     last = last_batch(
@@ -189,7 +190,7 @@ def measure(job: Job, folder: Path) -> Row:
         overhead_percent=100 * best.overhead,
         allowed_percent=100 * best.allowed,
         ruled_out=min((batch for batch in ruled_out if batch > last), default=None),
-        floor=spare / needed,
+        floor=floor,
         published_keep=published_keep,
         published=published,
         solves=len(judge.verdicts),
