@@ -34,7 +34,7 @@ experiments: $(VENV)/installed
 	$(RUN) -m experiments.solver_quality training-100 segnet-8 --budgets 80% 50% --solvers auto chen_greedy --seeds 1
 	$(RUN) -m experiments.budget_sweep layers:U-Net:32 --solvers auto chen_greedy chen_sqrt griewank feng_huang --time-limit 2
 	$(RUN) -m experiments.largest_batch --accountings layers --networks U-Net SegNet VGG19 --time-limit 4
-	$(RUN) -m experiments.largest_batch --accountings step --networks MobileNet --accuracy 0.1 --time-limit 4 --out out/largest_batch_step
+	$(RUN) -m experiments.largest_batch --accountings step --networks MobileNet --time-limit 4 --out out/largest_batch_step
 	$(RUN) -m experiments.optimal_gradient_search --networks VGG16 ResNet50 DenseNet121 --time-limit 2
 	$(RUN) -m experiments.schedule_pictures
 	$(RUN) -m experiments.eager_recompute --shares 0.35

@@ -41,6 +41,8 @@ from .pictures import COLOURS
 from .tables import begin, command, machine, remembered, show, write_csv
 
 _MEMORY = 16 * 10**9  # bytes
+_TIME_LIMIT = 8.0  # seconds for each batch
+_ACCURACY = {"layers": 0.0, "step": 0.05}  # share of a batch: a step takes half a minute to trace
 _PROBE = 8  # images of the batch that tells how memory grows
 
 # Checkmate's Fig. 6: keeping everything (where the paper gives it), and its program's answer.
@@ -62,15 +64,13 @@ class Job:
       network: name in Checkmate's figure.
       accounting: "layers" or "step".
       memory: bytes.
-      time_limit: seconds for each batch, or None for the solver's own.
-      accuracy: share of the batch at which a search ends.
+      time_limit: seconds for each batch.
     """
 
     network: str
     accounting: str
     memory: int = _MEMORY
-    time_limit: float | None = None
-    accuracy: float = 0.0
+    time_limit: float = _TIME_LIMIT
 
 
 @dataclass(frozen=True)
@@ -141,16 +141,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--networks", nargs="+", choices=_PUBLISHED, default=list(_PUBLISHED))
     parser.add_argument("--accountings", nargs="+", choices=ACCOUNTINGS, default=ACCOUNTINGS)
     parser.add_argument("--memory", type=int, default=_MEMORY, help="bytes (default: 16e9)")
-    parser.add_argument("--time-limit", type=float, help="seconds a batch; default: the solver's")
     parser.add_argument(
-        "--accuracy", type=float, default=0.0, help="share of a batch (default: 0, to the image)"
+        "--time-limit", type=float, default=_TIME_LIMIT, help="seconds a batch (default: 8)"
     )
     asked = parser.parse_args(arguments)
     begin(asked.out)
     rows: list[Row] = []
     for network in asked.networks:
         for accounting in asked.accountings:
-            job = Job(network, accounting, asked.memory, asked.time_limit, asked.accuracy)
+            job = Job(network, accounting, asked.memory, asked.time_limit)
             rows.append(measure(job, asked.out))
             write_csv([{**asdict(row), **machine()} for row in rows], asked.out / "table.csv")
     print("\n" + show([_line(row) for row in rows]))
@@ -172,10 +171,13 @@ def measure(job: Job, folder: Path) -> Row:
     fixed = small.resident - _PROBE * (large.resident - small.resident) / (large.batch - _PROBE)
     floor = large.batch * (job.memory - fixed) / (large.floor - fixed)
     hopeless = int(1.1 * floor) + 1
-    fits = last_batch(keep, hopeless, lambda batch: judge(batch).fits, job.accuracy)
+    fits = last_batch(keep, hopeless, lambda batch: judge(batch).fits, _ACCURACY[job.accounting])
     known = [verdict.batch for verdict in judge.verdicts if verdict.ruled_out]
     last = last_batch(
-        fits, min(known, default=hopeless), lambda batch: not judge(batch).ruled_out, job.accuracy
+        fits,
+        min(known, default=hopeless),
+        lambda batch: not judge(batch).ruled_out,
+        _ACCURACY[job.accounting],
     )
     ruled_out = [verdict.batch for verdict in judge.verdicts if verdict.ruled_out]
     best = judge(fits)
