@@ -36,7 +36,9 @@ from matplotlib.figure import Figure
 
 from remat.solvers import Graph, Status, load_graph, simulate, solve
 from remat.solvers.budget import format_bytes, parse_budget
+from remat.solvers.compiling import load
 from remat.solvers.floor import memory_floor
+from remat.solvers.method import Monitor
 from remat.solvers.solving import METHODS
 
 from .graphs import graph_file
@@ -295,6 +297,7 @@ def cells(
       seeds: of the methods that have any.
       time_limit: seconds of each solve; None for the solver's own.
     """
+    load(Monitor())  # annealing is compiled first, and no solve's time goes into that
     solvers, found = tuple(solvers), []
     for path in paths:
         graph = load_graph(path)
