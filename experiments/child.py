@@ -22,16 +22,17 @@ import tensorflow as tf
 
 import remat
 from remat.plots import of_allocations
+from remat.profile import default_device
 from remat.timeline import record
 
 from .blocks import Blocks
 from .models import CASES, Case
 from .process import Task, serve
 
-_DEVICE = "CPU:0"
 _HOPELESS = 1 << 20  # bytes; a budget that nothing fits
-_WARM_UP = 1
-_ALTERNATIONS = 5
+_WARM_UP = 4  # what the other step left in memory makes remat plan again meanwhile
+_ALTERNATIONS = 7  # at least, ...
+_ALTERNATING = 6.0  # ... and seconds
 _PLAIN_AGAIN = 3  # plain trainings compared with the first
 
 StepFunction = Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
@@ -63,8 +64,8 @@ class Training:
         self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
         return predictions, loss
 
-    def compiled(self, budget: int, plan: str | None = None) -> remat.Step:
-        """The same step by remat."""
+    def compiled(self, budget: int, plan: str | None = None, **options: Any) -> remat.Step:
+        """The same step by remat; the options are those of ``remat.compile``."""
         return remat.compile(
             self.model,
             self.loss,
@@ -72,6 +73,7 @@ class Training:
             *self.case.specs(),
             budget=budget,
             plan=None if plan is None else remat.Plan.load(plan),
+            **options,
         )
 
     def state(self) -> dict[str, np.ndarray]:
@@ -94,7 +96,7 @@ def train(step: StepFunction, batches: Iterable[tuple[tf.Tensor, tf.Tensor]]) ->
       included), and for each step its ``step_seconds`` and ``losses``.
     """
     peak, seconds, losses = 0, [], []
-    tf.config.experimental.reset_memory_stats(_DEVICE)
+    tf.config.experimental.reset_memory_stats(default_device())
     for inputs, labels in batches:
         started = time.perf_counter()
         _, loss = step(inputs, labels)
@@ -167,6 +169,7 @@ def budgeted(task: Task) -> dict[str, Any]:
         "overhead": step.plan.overhead,
         "gap": step.plan.gap,
         "solver_status": step.plan.status,
+        "priced_seconds": step.compiled.prepared.prices.coverage.seconds,
         "stage_seconds": step.seconds,
         "compile_seconds": compile_seconds + result["step_seconds"][0],
         "host_before": before,
@@ -199,15 +202,18 @@ def timed(task: Task) -> dict[str, Any]:
     steps["lowered"] = lowered
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     ((inputs, labels),) = training.case.batches(1)
-    for turn in range(_WARM_UP + _ALTERNATIONS):
+    turn = 0
+    while turn < _WARM_UP + _ALTERNATIONS or sum(map(sum, seconds.values())) < _ALTERNATING:
         names = list(steps) if turn % 2 else list(steps)[::-1]
         for name in names:
             training.restore(start)
             started = time.perf_counter()
-            _, loss = steps[name](inputs, labels)
-            float(loss)
+            steps[name](inputs, labels)
+            if _on_gpu():
+                tf.test.experimental.sync_devices()
             if turn >= _WARM_UP:
                 seconds[name].append(time.perf_counter() - started)
+        turn += 1
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {
         "ratio": medians["lowered"] / medians["plain"],
@@ -275,7 +281,7 @@ def demonstrated(task: Task) -> dict[str, Any]:
     result = train(step, training.case.batches(task.steps))
     ((inputs, labels),) = training.case.batches(1, seed=1)
     before = _memory()["current"]
-    curve = of_allocations("", record(lambda: step(inputs, labels), on_gpu=False), before)
+    curve = of_allocations("", record(lambda: step(inputs, labels), on_gpu=_on_gpu()), before)
     weights = {weight.path: weight.numpy() for weight in training.model.weights}
     np.savez(task.weights, allow_pickle=False, **weights)
     return {"curve": asdict(curve), **figures, **result}
@@ -318,7 +324,11 @@ def _case(task: Task) -> Case:
 
 
 def _memory() -> dict[str, int]:
-    return tf.config.experimental.get_memory_info(_DEVICE)
+    return tf.config.experimental.get_memory_info(default_device())
+
+
+def _on_gpu() -> bool:
+    return default_device().startswith("GPU")
 
 
 def _host_peak() -> int:

@@ -158,24 +158,78 @@ def _small_unet(case: Case) -> keras.Model:
     return _unet(case, width=16, depth=2)
 
 
-def _transformer(
-    case: Case, layers: int = 4, width: int = 256, heads: int = 8, vocabulary: int = 1000
-) -> keras.Model:
-    """A Transformer encoder (Vaswani et al., 2017) that classifies sequences of tokens."""
+def _blocks(x: Any, layers: int, width: int, heads: int, causal: bool = False) -> Any:
+    """Layers of a Transformer (Vaswani et al., 2017), normalised after each part."""
     import keras
 
-    length = case.inputs[1]
-    inputs = keras.Input((length,), dtype=case.dtype)
-    x = keras.layers.Embedding(vocabulary, width)(inputs)
-    x = x + keras.layers.Embedding(length, width)(np.arange(length))
     for _ in range(layers):
-        attended = keras.layers.MultiHeadAttention(heads, width // heads, dropout=0.1)(x, x)
+        attention = keras.layers.MultiHeadAttention(heads, width // heads, dropout=0.1)
+        attended = attention(x, x, use_causal_mask=causal)
         x = keras.layers.LayerNormalization()(x + keras.layers.Dropout(0.1)(attended))
         hidden = keras.layers.Dense(4 * width, activation="gelu")(x)
         hidden = keras.layers.Dropout(0.1)(keras.layers.Dense(width)(hidden))
         x = keras.layers.LayerNormalization()(x + hidden)
+    return x
+
+
+def _embedded(case: Case, inputs: Any, width: int, vocabulary: int) -> Any:
+    import keras
+
+    length = case.inputs[1]
+    x = keras.layers.Embedding(vocabulary, width)(inputs)
+    return x + keras.layers.Embedding(length, width)(np.arange(length))
+
+
+def _transformer(case: Case) -> keras.Model:
+    """A Transformer encoder that classifies sequences of tokens."""
+    import keras
+
+    inputs = keras.Input(case.inputs[1:], dtype=case.dtype)
+    x = _blocks(_embedded(case, inputs, 256, 1000), layers=4, width=256, heads=8)
     x = keras.layers.GlobalAveragePooling1D()(x)
     return keras.Model(inputs, keras.layers.Dense(case.classes)(x), name="transformer")
+
+
+def _decoder(case: Case) -> keras.Model:
+    """A Transformer decoder that says for every token which one comes next."""
+    import keras
+
+    inputs = keras.Input(case.inputs[1:], dtype=case.dtype)
+    x = _embedded(case, inputs, 128, case.classes)
+    x = _blocks(x, layers=4, width=128, heads=4, causal=True)
+    return keras.Model(inputs, keras.layers.Dense(case.classes)(x), name="decoder")
+
+
+def _vision_transformer(case: Case, patch: int = 8, width: int = 192) -> keras.Model:
+    """A Vision Transformer (Dosovitskiy et al., 2021) without a class token."""
+    import keras
+
+    inputs = keras.Input(case.inputs[1:])
+    x = keras.layers.Conv2D(width, patch, strides=patch)(inputs)
+    x = keras.layers.Reshape((-1, width))(x)
+    x = x + keras.layers.Embedding(x.shape[1], width)(np.arange(x.shape[1]))
+    x = keras.layers.GlobalAveragePooling1D()(_blocks(x, layers=6, width=width, heads=6))
+    return keras.Model(inputs, keras.layers.Dense(case.classes)(x), name="vision_transformer")
+
+
+def _resnet20(case: Case) -> keras.Model:
+    """The 20-layer ResNet for small images (He et al., 2016)."""
+    import keras
+
+    def convolution(x: Any, filters: int, size: int, strides: int) -> Any:
+        x = keras.layers.Conv2D(filters, size, strides, padding="same", use_bias=False)(x)
+        return keras.layers.BatchNormalization()(x)
+
+    inputs = keras.Input(case.inputs[1:])
+    x = keras.layers.ReLU()(convolution(inputs, 16, 3, 1))
+    for filters in (16, 32, 64):
+        for block in range(3):
+            strides = 2 if filters > 16 and block == 0 else 1
+            inner = keras.layers.ReLU()(convolution(x, filters, 3, strides))
+            shortcut = convolution(x, filters, 1, 2) if strides == 2 else x
+            x = keras.layers.ReLU()(shortcut + convolution(inner, filters, 3, 1))
+    x = keras.layers.GlobalAveragePooling2D()(x)
+    return keras.Model(inputs, keras.layers.Dense(case.classes)(x), name="resnet20")
 
 
 def _images(case: Case, generator: np.random.Generator) -> Batch:
@@ -213,6 +267,14 @@ def _image_case(
     return Case(name, build or _application(name), _images, (batch, side, side, 3), (batch,))
 
 
+def _walks(case: Case, generator: np.random.Generator) -> Batch:
+    """Tokens that go up by one or two; the label of each is the next one."""
+    count, length = case.inputs
+    walk = np.cumsum(generator.integers(1, 3, size=(count, length + 1)), axis=1)
+    tokens = (walk % case.classes).astype(np.int32)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
 CASES = {
     case.name: case
     for case in (
@@ -224,8 +286,16 @@ CASES = {
         Case("Transformer", _transformer, _sequences, (16, 256), (16,), dtype="int32"),
         # For eager recomputation.
         Case("SampleCNN", _sample_cnn, _images, (16, 256, 256, 1), (16,)),
+        _image_case("ResNet20", 64, 64, _resnet20),
+        _image_case("ViT", 16, 96, _vision_transformer),
+        Case("Decoder", _decoder, _walks, (8, 256), (8, 256), classes=2000, dtype="int32"),
+        _image_case("MobileNetV3Small", 32, 160),
+        _image_case("EfficientNetB0", 16, 128),
+        _image_case("InceptionV3", 16, 139),
         # To try an experiment out, in a minute.
         Case("SmallUNet", _small_unet, _discs, (8, 96, 96, 3), (8, 96, 96), classes=2),
+        # For its floor: one kernel of 25,088 x 4,096.
+        _image_case("VGG16Full", 8, 224, _application("VGG16")),
         # For the time that compiling takes.
         _image_case("ResNet152", 8, 128),
         _image_case("NASNetMobile", 8, 224),
@@ -234,4 +304,5 @@ CASES = {
 """Networks by name."""
 
 TRAINED = ("VGG16", "ResNet50", "MobileNetV2", "DenseNet121", "UNet", "Transformer")
+FURTHER = ("ResNet20", "ViT", "Decoder", "MobileNetV3Small", "EfficientNetB0", "InceptionV3")
 LARGE = ("ResNet152", "NASNetMobile")

@@ -79,7 +79,9 @@ class Runner:
         """What ``run`` gives, or gave."""
         for name in ("results", "logs"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        parts = (task.model, task.batch, task.kind, task.budget, task.share)
+        plan = None if task.plan is None else Path(task.plan).stem
+        what = (task.model, task.batch, task.kind, task.budget, task.share)
+        parts = (*what, plan, task.repeat or None)
         name = "-".join(str(part) for part in parts if part is not None)
         file = self.folder / "results" / f"{name}.json"
         if not file.exists():
@@ -168,6 +170,11 @@ def serve(kinds: Mapping[str, Callable[[Task], Mapping[str, Any]]], arguments: l
     import tensorflow as tf
 
     task = Task(**json.loads(arguments[0]))
+    if task.limit_mib is not None:
+        # Of a CPU's allocator the environment says it.
+        limit = tf.config.LogicalDeviceConfiguration(memory_limit=task.limit_mib)
+        for gpu in tf.config.list_physical_devices("GPU")[:1]:
+            tf.config.set_logical_device_configuration(gpu, [limit])
     if task.exact:
         tf.config.experimental.enable_op_determinism()
     try:

@@ -25,6 +25,7 @@ from .table import Row, Table, TableError, load_table
 
 Kind = Literal["given", "measured", "fitted", "roofline"]
 _NEAREST = 4  # rows behind a fit
+_RECORDED = Path(__file__).parent  # where tables are named after their device
 _BEYOND_CACHE = 32 * 2**20  # bytes from which on an operation shows the memory's bandwidth
 
 
@@ -256,25 +257,39 @@ def load_pricer(
     """The pricer that a user's ``profile=`` names.
 
     Args:
-      profile: a device's name, with its recorded table where there is one; a
-        CSV table; or seconds by signature text or op type.
+      profile: a device's name, with its recorded table (``profiles/NAME.csv``)
+        where there is one; a CSV table; or seconds by signature text or op type.
       device: what prices operations that a mapping does not list.
 
     Raises:
       UnknownDeviceError: if it is neither a file nor the name of a device.
       TableError: if the file is not a table, or a given price is not a price.
+      TypeError: if it is nothing of this kind.
     """
     if isinstance(profile, Mapping):
         return _given_pricer(profile, device)
+    if not isinstance(profile, (str, os.PathLike)):
+        raise TypeError(
+            'a profile is "auto", the name of a device, a CSV table or seconds by operation, '
+            f"not {profile!r}"
+        )
     path = Path(profile)
     if path.suffix == ".csv" or path.is_file():
         if not path.is_file():
             raise TableError(f"{path}: there is no such table")
         table = load_table(path)
         return Pricer(device or _spec_of_table(table, path), table)
-    spec = find_device(os.fspath(profile))
-    recorded = Path(__file__).with_name(f"{spec.name}.csv")
-    return Pricer(spec, load_table(recorded) if recorded.is_file() else Table())
+    recorded = {found.stem: found for found in sorted(_RECORDED.glob("*.csv"))}
+    try:
+        spec = find_device(os.fspath(profile))
+    except UnknownDeviceError as error:
+        if profile not in recorded:
+            others = f"; recorded: {', '.join(recorded)}" if recorded else ""
+            raise UnknownDeviceError(f"{error}{others}") from None
+        table = load_table(recorded[profile])
+        return Pricer(_spec_of_table(table, recorded[profile]), table)
+    table = load_table(recorded[spec.name]) if spec.name in recorded else Table()
+    return Pricer(spec, table)
 
 
 def _given_pricer(given: Mapping[str, float], device: DeviceSpec | None) -> Pricer:

@@ -198,6 +198,11 @@ def _scatter_variable(signature: OpSignature) -> Work:
     return Work("gather", rows.elements, 3 * rows.bytes + indices.bytes)
 
 
+def _part_of_variable(signature: OpSignature) -> Work:
+    """Reads what it writes into a part of a variable."""
+    return Work("movement", 0, 2 * signature.inputs[-1].bytes)
+
+
 def _random(signature: OpSignature) -> Work:
     elements = sum(tensor.elements for tensor in signature.outputs)
     return Work("random", elements, signature.output_bytes)
@@ -482,7 +487,8 @@ _COUNTS: Mapping[str, Callable[[OpSignature], Work]] = _table(
         _nothing,
         "Identity IdentityN Reshape Squeeze ExpandDims StopGradient PreventGradient Snapshot "
         "CheckNumerics Shape ShapeN Size Rank ReadVariableOp VarHandleOp Const Placeholder NoOp "
-        "EnsureShape VariableShape BroadcastGradientArgs VarIsInitializedOp _Arg _Retval Bitcast",
+        "EnsureShape VariableShape BroadcastGradientArgs VarIsInitializedOp _Arg _Retval Bitcast "
+        "DisableCopyOnRead",
     ),
     (
         _copy,
@@ -499,6 +505,7 @@ _COUNTS: Mapping[str, Callable[[OpSignature], Work]] = _table(
         "ScatterNd TensorScatterAdd TensorScatterUpdate UnsortedSegmentSum SegmentSum",
     ),
     (_scatter_variable, "ResourceScatterAdd ResourceScatterSub ResourceScatterUpdate"),
+    (_part_of_variable, "ResourceStridedSliceAssign"),
     (
         _random,
         "RandomUniform RandomStandardNormal RandomUniformInt TruncatedNormal "

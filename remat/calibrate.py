@@ -42,9 +42,10 @@ class Corrections:
 
     def apply(self, program: Program) -> Program:
         """The program with its forwards corrected."""
-        return replace(program, ops=tuple(self._corrected(op, program) for op in program.ops))
+        return replace(program, ops=tuple(self.corrected(op, program) for op in program.ops))
 
-    def _corrected(self, op: Op, program: Program) -> Op:
+    def corrected(self, op: Op, program: Program) -> Op:
+        """An operation with its forwards corrected."""
         if op.kind is not Kind.PURE or op.type not in self.takes_over or not op.bytes:
             return op
         sizes = [program.ops[source].bytes[number] for source, number in op.inputs]
@@ -109,4 +110,8 @@ def compare(
             if scratch > known or (scratch < known and event.op not in earlier.workspace):
                 found_workspace[event.op] = scratch
     certain = {kind: found.pop() for kind, found in takes_over.items() if len(found) == 1}
-    return Corrections(certain, found_workspace)
+    corrections = Corrections(certain, found_workspace)
+    # What is believed already is no correction (the last slice of a buffer, say, is
+    # taken over by a kernel that takes over buffers, and no model knows that).
+    changed = {op.type for op in program.ops if corrections.corrected(op, program) != op}
+    return replace(corrections, takes_over={kind: certain[kind] for kind in changed})

@@ -144,7 +144,7 @@ def _model(name: str, shape: tuple[int, ...] | None) -> keras.Model:
         except (ImportError, AttributeError) as error:
             raise ValueError(f"{name}: there is no such function ({error})") from None
     else:
-        make: Any = getattr(keras.applications, name, None)
+        make: Any = getattr(keras.applications, name.removeprefix("keras.applications."), None)
         if not inspect.isfunction(make):
             raise ValueError(
                 f"{name!r} is neither a model of keras.applications nor MODULE:FUNCTION"

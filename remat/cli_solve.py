@@ -38,6 +38,9 @@ _SHOW = """\
 Show a plan: its figures and, given its graph, what is computed again and the
 memory over time.  With the graph, the plan is checked: the schedule is run on
 paper, and the figures in the file must be what it takes.
+
+--measured shows what a step took beside what was predicted, from a file that
+step.measure().save(FILE) wrote; it needs no plan.
 """
 
 
@@ -101,13 +104,15 @@ def register(commands: Any) -> None:
     show = commands.add_parser(
         "show", help="look at a plan", description=_SHOW, formatter_class=raw
     )
-    show.add_argument("plan", metavar="PLAN.json", help="a remat-plan/1 file")
+    show.add_argument("plan", metavar="PLAN.json", nargs="?", help="a remat-plan/1 file")
     show.add_argument("graph", metavar="GRAPH.json", nargs="?", help="the graph it was made for")
     show.add_argument(
         "--plot",
         metavar="FILE.png",
-        help="draw memory over time, the budget and the recomputations (needs GRAPH.json)",
+        help="draw memory over time, the budget and the recomputations (needs GRAPH.json, "
+        "or --measured)",
     )
+    show.add_argument("--measured", metavar="FILE.json", help="a remat-measured/1 file")
     show.set_defaults(run=_show)
 
 
@@ -215,6 +220,12 @@ def _show(arguments: argparse.Namespace) -> int:
     from .cli import DONE
     from .solvers import Plan, load_graph
 
+    if arguments.measured is not None:
+        if arguments.plan is not None:
+            raise ValueError("--measured stands alone: remat show --measured FILE.json")
+        return _show_measured(arguments)
+    if arguments.plan is None:
+        raise ValueError("nothing to show: remat show PLAN.json, or --measured FILE.json")
     graph = None if arguments.graph is None else load_graph(arguments.graph)
     plan = Plan.load(arguments.plan, graph)
     print(plan.summary())
@@ -226,6 +237,17 @@ def _show(arguments: argparse.Namespace) -> int:
         from .plots import plot_plan
 
         plot_plan(plan, graph, arguments.plot)
+    return DONE
+
+
+def _show_measured(arguments: argparse.Namespace) -> int:
+    from .cli import DONE
+    from .measured import Measured
+
+    measured = Measured.load(arguments.measured)
+    print(measured.summary())
+    if arguments.plot is not None:
+        measured.plot(arguments.plot)
     return DONE
 
 

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from .function import Function
+from .measured import Measured
 from .planning import StepPlan
 from .price import Profile
 from .solvers import Plan
@@ -57,6 +58,22 @@ class Step:
             return self._function(None)(inputs, labels)
         weighted = self._function(_specs(sample_weight, "sample_weight"))
         return weighted(inputs, labels, sample_weight)
+
+    def measure(self, *batch: Any, steps: int = 5) -> Measured:
+        """Runs the step, and compares what it takes with what was predicted.
+
+        Every variable is put back afterwards, bit for bit.
+
+        Args:
+          batch: inputs and labels; zeros if they are not given.
+          steps: runs that are timed.
+
+        Returns:
+          Peak, seconds and every operation, as predicted and as measured:
+          ``summary()``, ``plot(path)``, ``to_frame()``, ``save(path)``;
+          ``remat show --measured FILE`` prints what was saved.
+        """
+        return self.compiled.measure(*batch, steps=steps)
 
     @property
     def compiled(self) -> CompiledStep:
@@ -133,8 +150,10 @@ def compile(
         own (see ``remat.solvers.method``).
       time_limit: seconds for each solve.
       seed: of the solver's random choices.
-      profile: where costs come from: "auto", a device's name, a CSV table, or
-        seconds by operation type.
+      profile: where costs come from: "auto" (this device's recorded costs;
+        what they lack is measured now and recorded, or computed from the
+        roofline), the name of a device ("h200": to plan here for one that you
+        do not have), a CSV table, or seconds by operation type or signature.
       plan: a saved plan, instead of solving.
       sample_weight_spec: spec of the weights, to plan for them at once.
       check: run the step once on zeros to measure its peak, and plan again if

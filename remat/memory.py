@@ -98,11 +98,13 @@ class Usage:
       footprint: bytes of memory pool that the events need so as not to fail
         for want of a chunk: the highest address used.
       requested_peak: most bytes requested, resident included.
+      held: most bytes in use while each event runs, as the allocator counts them.
     """
 
     peak: int
     footprint: int
     requested_peak: int
+    held: tuple[int, ...] = field(repr=False)
 
 
 def simulate(requests: Requests, pool: Pool, fillers: Fillers | None = None) -> Usage:
@@ -118,44 +120,48 @@ def simulate(requests: Requests, pool: Pool, fillers: Fillers | None = None) -> 
     """
     arena = pool.arena()
     batch, results = pool.batch(arena), pool.last_results(arena)
+    held: list[int] = []
     peak = 0
     # In a quiet pool every step finds the same; else they are followed until
     # batches and results lie where they did before.
     seen: set[tuple[int, ...]] = set()
     for _ in range(1 if pool.quiet else _STEPS):
-        held = tuple(chunk.address for chunk in (*batch, *results))
-        if held in seen:
+        found = tuple(chunk.address for chunk in (*batch, *results))
+        if found in seen:
             break
-        seen.add(held)
-        highest, returned = _simulate_step(requests, arena, fillers or {})
-        peak = max(peak, highest)
+        seen.add(found)
+        start = arena.in_use
+        held, returned = _simulate_step(requests, arena, fillers or {})
+        peak = max(peak, start, *held)
         following = pool.batch(arena)
         for chunk in (*batch, *results):
             arena.free(chunk)
         batch, results = following, returned
     requested = max(requests.timeline(pool.resident), default=pool.resident)
-    return Usage(peak, arena.footprint, requested)
+    return Usage(peak, arena.footprint, requested, tuple(held))
 
 
-def _simulate_step(requests: Requests, arena: Arena, fillers: Fillers) -> tuple[int, list[Chunk]]:
-    """Most bytes in use, and where the results are."""
+def _simulate_step(
+    requests: Requests, arena: Arena, fillers: Fillers
+) -> tuple[list[int], list[Chunk]]:
+    """Most bytes in use during each event, and where the results are."""
     chunks: dict[int, Chunk] = {}
-    peak = arena.in_use
+    held: list[int] = []
     for event, (taken, given) in enumerate(zip(requests.taken, requests.given, strict=True)):
         fill = [(arena.allocate(filler.bytes), filler) for filler in fillers.get(event, ())]
-        peak = max(peak, arena.in_use)
+        filled = arena.in_use
         for chunk, filler in fill:
             if not filler.during:
                 arena.free(chunk)
         for number in taken:
             chunks[number] = arena.allocate(requests.sizes[number])
-        peak = max(peak, arena.in_use)
+        held.append(max(filled, arena.in_use))
         for number in given:
             arena.free(chunks.pop(number))
         for chunk, filler in fill:
             if filler.during:
                 arena.free(chunk)
-    return peak, [chunks[number] for number in requests.kept]
+    return held, [chunks[number] for number in requests.kept]
 
 
 @dataclass(slots=True)

@@ -33,6 +33,7 @@ from .solvers.floor import memory_floor
 from .solvers.method import Method
 from .solvers.schedule import ScheduleError
 from .solvers.solving import default_time_limit
+from .split import split_updates
 from .trace import Trace, TraceError, trace
 
 MARGIN = 0.005
@@ -55,7 +56,7 @@ class Prepared:
 
     Attributes:
       trace: the traced step.
-      program: its operations.
+      program: its operations, large updates split.
       prices: what they cost.
       extraction: the solver's graph.
       plain: what the plain step is predicted to take.
@@ -87,7 +88,11 @@ class StepPlan(Plan):
     def summary(self) -> str:
         """The figures, and what is kept because it must not be computed again."""
         once = sorted(self.details.get("once", {}).items(), key=lambda entry: -entry[1][1])
-        lines = [
+        lines = []
+        if "margin" in self.details:
+            margin = format_bytes(self.details["margin"])
+            lines.append(f"  margin    {margin} kept free for what the prediction does not see")
+        lines += [
             f"  run once  {count} x {kind}: {format_bytes(held)} of results cannot be recomputed"
             for kind, (count, held) in once[:_SHOWN]
         ]
@@ -202,6 +207,7 @@ def prepare(
     *,
     name: str = "step",
     profile: Profile = "auto",
+    split: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Prepared:
     """Prices and groups a traced step.
@@ -211,18 +217,29 @@ def prepare(
       pool: the memory that it finds.
       name: for people.
       profile: where costs come from; see ``price``.
+      split: whether updates of large variables are computed in blocks.
       progress: called with a line for people now and then.
     """
     say = progress or (lambda line: None)
-    say(f"pricing {len(program.ops)} operations")
-    prices = price(
-        program,
-        profile,
-        progress=lambda done, total, s: say(f"measuring operation {done + 1} of {total}: {s.op}"),
-    )
+
+    def priced(program: Program) -> Prices:
+        say(f"pricing {len(program.ops)} operations")
+        return price(
+            program,
+            profile,
+            progress=lambda done, total, s: say(
+                f"measuring operation {done + 1} of {total}: {s.op}"
+            ),
+        )
+
+    prices = priced(program)
+    plain = plain_usage(program, prices.workspace, pool)
     # What is large must not depend on prices or on what else the process holds,
     # or a saved plan would not load.
     unpriced = plain_usage(program, {}, pool_of(program))
+    in_blocks = split_updates(program, unpriced.requested_peak) if split else program
+    if in_blocks is not program:
+        program, prices = in_blocks, priced(in_blocks)
     extraction = extract(
         program,
         prices.seconds,
@@ -231,7 +248,6 @@ def prepare(
         resident=pool.resident,
         name=name,
     )
-    plain = plain_usage(program, prices.workspace, pool)
     return Prepared(traced, program, prices, extraction, plain, pool)
 
 
@@ -377,6 +393,7 @@ def _carry_out(prepared: Prepared, plan: Plan, target: int, ceiling: int, seed: 
         "pool": usage.footprint,
         "plain_peak": prepared.plain.peak,
         "target": target,
+        "margin": plan.budget - ceiling,
         "device": prepared.prices.device,
         "once": _run_once(prepared.program, prepared.extraction.threshold),
     }

@@ -1,4 +1,7 @@
-"""Pictures of memory over time, predicted or measured (matplotlib, no display needed)."""
+"""Pictures of memory over time, predicted or measured (matplotlib, no display needed).
+
+matplotlib is imported when something is drawn.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
-
 from .solvers import Graph, Plan, simulate
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure, SubFigure
+
+    from .measured import Measured
     from .timeline import Allocation
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
@@ -21,6 +25,8 @@ _REFERENCE = "0.6"
 _COLOURS = ("#0072B2", "#009E73", "#CC79A7")
 _RECOMPUTATION = "#D55E00"
 _SECONDS = "time (s)"
+_PAIR = (_REFERENCE, _COLOURS[0])  # predicted, measured
+_TYPES_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -119,10 +125,21 @@ def plot_memory(
     Returns:
       The figure (a notebook shows it).
     """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    _draw_memory(figure, curves, budget, title, time_label)
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure
+
+
+def _draw_memory(
+    figure: Figure | SubFigure, curves: Sequence[Curve], budget: int, title: str, time_label: str
+) -> None:
     top = max(budget, *(curve.peak for curve in curves))
     unit, size = next((name, size) for name, size in _UNITS if top >= size or size == 1)
     repeated = [curve for curve in curves if curve.recomputations]
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
     if repeated:
         axes, strip = figure.subplots(
             2, 1, sharex=True, gridspec_kw={"height_ratios": (12, 0.6 * len(repeated))}
@@ -163,9 +180,6 @@ def plot_memory(
         frameon=False,
         fontsize="small",
     )
-    if path is not None:
-        figure.savefig(path, dpi=150)
-    return figure
 
 
 def plot_plan(plan: Plan, graph: Graph, path: str | os.PathLike[str] | None = None) -> Figure:
@@ -186,3 +200,38 @@ def plot_plan(plan: Plan, graph: Graph, path: str | os.PathLike[str] | None = No
         time_label="time (cost of the runs so far)",
         path=path,
     )
+
+
+def plot_measured(measured: Measured, path: str | os.PathLike[str] | None = None) -> Figure:
+    """Draws a step as predicted and as measured: memory over time, and seconds by type.
+
+    Args:
+      measured: the step.
+      path: file to write, if any.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4.8), layout="constrained")
+    ((left, right),) = figure.subfigures(1, 2, squeeze=False, width_ratios=(3, 2))
+    curves = [measured.memory_predicted]
+    if measured.memory_measured is not None:
+        curves.append(measured.memory_measured)
+    _draw_memory(left, curves, measured.budget, f"{measured.name} on {measured.device}", _SECONDS)
+    axes = right.subplots()
+    types = sorted(measured.by_type().items(), key=lambda item: -item[1][2])[:_TYPES_SHOWN]
+    for number, (label, colour) in enumerate(zip(("predicted", "measured"), _PAIR, strict=True)):
+        axes.barh(
+            [row + 0.4 * number for row in range(len(types))],
+            [figures[1 + number] for _, figures in types],
+            height=0.4,
+            color=colour,
+            label=label,
+        )
+    axes.set_yticks([row + 0.2 for row in range(len(types))], [name for name, _ in types])
+    axes.invert_yaxis()
+    axes.set(xlabel="time in a step (s)", title="by type of operation")
+    axes.grid(axis="x", alpha=0.25)
+    axes.legend(frameon=False, fontsize="small", loc="lower right")
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure

@@ -677,6 +677,9 @@ def _check_measurable(signature: OpSignature) -> None:
         raise UnmeasurableError("makes a handle")
     holds_variable = any(tensor.dtype == "resource" for tensor in signature.inputs)
     draws = re.search("Random|Normal|Multinomial", signature.op)
+    if signature.op == "ResourceStridedSliceAssign":
+        # Each part of a large variable would be measured on a variable of its own.
+        raise UnmeasurableError("moves a part of a variable, which the bandwidth prices")
     if op_def.is_stateful and not holds_variable and not draws:
         raise UnmeasurableError("has state of its own")
     arguments = _arguments(op_def, _node(signature))

@@ -345,8 +345,8 @@ def build(trace: Trace) -> Program:
             continue
         if kind is Kind.PURE and (folded := _fold(operation)) is not None:
             for tensor, array in zip(operation.outputs, folded, strict=True):
-                node = _constant(f"{name}/{tensor.value_index}", array)
-                values[tensor.name] = (add(_op(array, node.name), node), 0)
+                node = constant_node(f"{name}/{tensor.value_index}", array)
+                values[tensor.name] = (add(constant_op(array, node.name), node), 0)
                 shapes[tensor.name] = array.shape
             continue
         for tensor in operation.outputs:
@@ -543,14 +543,16 @@ def _fold(operation: tf.Operation) -> list[np.ndarray] | None:
     return arrays
 
 
-def _constant(name: str, array: np.ndarray) -> node_def_pb2.NodeDef:
+def constant_node(name: str, array: np.ndarray) -> node_def_pb2.NodeDef:
+    """The node of a constant."""
     node = node_def_pb2.NodeDef(name=name, op="Const")
     node.attr["dtype"].type = tf.dtypes.as_dtype(array.dtype).as_datatype_enum
     node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(array))
     return node
 
 
-def _op(array: np.ndarray, name: str) -> Op:
+def constant_op(array: np.ndarray, name: str) -> Op:
+    """The operation that is a constant."""
     return Op(
         name=name,
         type="Const",

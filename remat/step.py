@@ -19,6 +19,8 @@ from . import allocator
 from .arena import Pool
 from .calibrate import NONE, Corrections, compare
 from .lower import held_constants, lower
+from .measure import measure
+from .measured import Measured
 from .memory import requests
 from .planning import (
     Planned,
@@ -54,6 +56,7 @@ _MEASURING = threading.RLock()  # the allocator's counters are the whole process
 _REVERSIBLE = (
     "Assign", "ReadVariableOp", "VarHandleOp", "VarIsInitializedOp", "VariableShape",
     "ResourceApply", "ResourceSparseApply", "ResourceScatter", "ResourceGather",
+    "ResourceStridedSliceAssign", "DisableCopyOnRead",
     "Random", "TruncatedNormal", "Multinomial", "ParameterizedTruncatedNormal",
     "While", "If", "Case", "StatefulPartitionedCall", "TensorList",
 )  # fmt: skip
@@ -80,7 +83,7 @@ class CompiledStep:
     Attributes:
       prepared: the traced, priced and grouped step.
       planned: what runs.
-      budget: bytes.
+      budget: bytes; budget_source: where the figure comes from.
       measured_peak: peak bytes that the allocator counted in the latest
         measured run, or None.
       seconds: how long each stage of compilation took.
@@ -152,7 +155,7 @@ class CompiledStep:
                 pool = replace(pool, layout=self._laid.layout, quiet=quiet)
                 self.prepared = replace(self.prepared, pool=pool)
             # Made once: two sets of them would not find the same slots.
-            self._constants = held_constants(program)
+            self._constants = held_constants(self.prepared.program)
             with self._timed("solve"):
                 if options.plan is not None:
                     self.planned = load_plan(
@@ -165,7 +168,9 @@ class CompiledStep:
             if options.check and self.device.counted:
                 with self._timed("check"):
                     self._check(say)
-        log.info("%s", self.planned.plan.summary())
+        log.info(
+            "budget %s (%s)\n%s", format_bytes(self.budget), self.budget_source, self.plan.summary()
+        )
 
     @property
     def plan(self) -> StepPlan:
@@ -186,15 +191,52 @@ class CompiledStep:
                 self._over_budget()
         return self._pack(results)
 
+    def measure(self, *batch: Any, steps: int = 5) -> Measured:
+        """Runs the step, and compares what it takes with what was predicted.
+
+        Every variable is put back afterwards, bit for bit, and random
+        generators go on from where they were.
+
+        Args:
+          batch: the step's arguments; zeros if there are none.
+          steps: runs that are timed.
+
+        Raises:
+          ValueError: if the step has effects that cannot be undone, or the
+            batch is not what the step is planned for.
+        """
+        program = self.prepared.program
+        if steps < 1:
+            raise ValueError(f"steps is {steps}; at least one step is timed")
+        if not _reversible(program):
+            raise ValueError(
+                "the step has effects beside its variables (a table, an iterator, Python code), "
+                "which a measurement could not undo; measure its real steps"
+            )
+        inputs = self._flatten(batch) if batch else _zeros(program)
+        self._keep_layout()
+        with _MEASURING, _variables_put_back(program):
+            self._settled_bytes = None
+            # A lowering of its own has generators of its own.
+            lowered = self._lower()
+            found = measure(
+                lambda: lowered(*inputs),
+                self._settled,
+                self.prepared,
+                self.planned,
+                self.device,
+                steps=steps,
+            )
+        self._settled_bytes = None
+        return found
+
     def _execute(self, flat: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         try:
             if tf.inside_function():
                 return self._inside()(*flat)
             if self._laid is None:
                 return self._run(*flat)
-            quiet = self.prepared.pool.quiet
-            if quiet and not allocator.is_in_force(self.device, self._laid):
-                self._lay_again()
+            self._keep_layout()
             while True:
                 with self._settled() as as_planned:
                     if as_planned:
@@ -246,8 +288,13 @@ class CompiledStep:
         start: Sequence[int] | None = None,
         prepared: Prepared | None = None,
     ) -> Planned:
+        prepared = prepared or self.prepared
+        if self.options.plan is not None and ceiling is None:
+            given = load_plan(prepared, replace(self.options.plan, budget=self.budget))
+            if given.needed <= self.budget:
+                return given
         return make_plan(
-            prepared or self.prepared,
+            prepared,
             self.budget,
             solver=self.options.solver,
             time_limit=self.options.time_limit,
@@ -323,10 +370,7 @@ class CompiledStep:
 
         with _variables_put_back(program):
             for number in range(_TRIAL_STEPS):
-                inputs = [
-                    tf.zeros(program.ops[index].shapes[0], program.ops[index].dtypes[0])
-                    for index in program.inputs
-                ]
+                inputs = _zeros(program)
                 allocator.reset_peak(self.device)
                 self._settled_bytes = None  # the first run may allocate something for good
                 if number == 0:
@@ -361,6 +405,12 @@ class CompiledStep:
             if self._settled_bytes is None:
                 self._settled_bytes = in_use
             yield enough and in_use - self._settled_bytes < _DRIFT
+
+    def _keep_layout(self) -> None:
+        """Divides memory again if another step has divided it anew."""
+        laid, quiet = self._laid, self.prepared.pool.quiet
+        if laid is not None and quiet and not allocator.is_in_force(self.device, laid):
+            self._lay_again()
 
     def _drifted(self) -> None:
         """Something else has been allocated since the step was planned: plans for
@@ -493,6 +543,14 @@ def _reversible(program: Program) -> bool:
         if stateful and not kind.startswith(_REVERSIBLE):
             return False
     return True
+
+
+def _zeros(program: Program) -> list[tf.Tensor]:
+    """A batch of zeros."""
+    return [
+        tf.zeros(program.ops[index].shapes[0], program.ops[index].dtypes[0])
+        for index in program.inputs
+    ]
 
 
 @contextmanager

@@ -1,8 +1,9 @@
-"""The measured timeline: every allocation of a run, as TensorFlow's profiler saw it."""
+"""The measured timeline: allocations and seconds of a run, as TensorFlow's profiler saw them."""
 
 from __future__ import annotations
 
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,20 +34,47 @@ class Allocation:
 
 
 def record(run: Callable[[], object], *, on_gpu: bool) -> list[Allocation]:
-    """Runs a function under the profiler and returns its allocations in order.
+    """Runs a function under the profiler and returns its allocations in order."""
+    space = _profile(run)
+    return sorted(_allocations(space, on_gpu), key=lambda allocation: allocation.seconds)
 
-    Only memory is recorded (host tracer level 1), which costs little time.
+
+def record_seconds(run: Callable[[], object], *, on_gpu: bool) -> dict[str, float]:
+    """Runs a function under the profiler; returns the seconds that each of its
+    nodes took on the device, by node name.
+
+    On a CPU that is the time inside the kernel; on a GPU the time of the
+    kernels that it launched, on all streams.
     """
+    space = _profile(run, device=int(on_gpu))
+    seconds: dict[str, float] = defaultdict(float)
+    for plane in space.planes:
+        if plane.name.startswith("/device:GPU") != on_gpu:
+            continue
+        for line in plane.lines:
+            for event in line.events:
+                name = plane.event_metadata[event.metadata_id].name
+                if on_gpu:
+                    name = _Stats(plane, event).text("tf_op")
+                node, colon, kind = name.rpartition(":")
+                if colon and kind:
+                    seconds[node] += event.duration_ps * 1e-12
+    return dict(seconds)
+
+
+def _profile(run: Callable[[], object], *, device: int = 0) -> xplane_pb2.XSpace:
+    """What the profiler saw of a run: each operation and allocation, and kernels on a
+    device if asked for."""
     with tempfile.TemporaryDirectory() as folder:
         options = tf.profiler.experimental.ProfilerOptions(
-            host_tracer_level=1, python_tracer_level=0, device_tracer_level=0
+            host_tracer_level=1, python_tracer_level=0, device_tracer_level=device
         )
         with tf.profiler.experimental.Profile(folder, options):
             run()
         space = xplane_pb2.XSpace()
         for path in Path(folder).rglob("*.xplane.pb"):
             space.MergeFromString(path.read_bytes())
-    return sorted(_allocations(space, on_gpu), key=lambda allocation: allocation.seconds)
+    return space
 
 
 def _allocations(space: xplane_pb2.XSpace, on_gpu: bool) -> list[Allocation]:
@@ -57,27 +85,32 @@ def _allocations(space: xplane_pb2.XSpace, on_gpu: bool) -> list[Allocation]:
                 sign = _SIGNS.get(plane.event_metadata[event.metadata_id].name)
                 if sign is None:
                     continue
-                stats = {plane.stat_metadata[stat.metadata_id].name: stat for stat in event.stats}
-
-                def number(name: str, stats: dict = stats) -> int:
-                    stat = stats.get(name)
-                    return 0 if stat is None else stat.int64_value or stat.uint64_value
-
-                def text(name: str, stats: dict = stats, plane: object = plane) -> str:
-                    stat = stats.get(name)
-                    if stat is None:
-                        return ""
-                    return stat.str_value or plane.stat_metadata[stat.ref_value].name  # type: ignore[attr-defined]
-
-                if text("allocator_name").startswith("GPU") != on_gpu:
+                stats = _Stats(plane, event)
+                if stats.text("allocator_name").startswith("GPU") != on_gpu:
                     continue
                 found.append(
                     Allocation(
                         seconds=(line.timestamp_ns * 1000 + event.offset_ps) * 1e-12,
-                        requested=sign * number("requested_bytes"),
-                        chunk=sign * number("allocation_bytes"),
-                        address=number("addr"),
-                        op=text("tf_op"),
+                        requested=sign * stats.number("requested_bytes"),
+                        chunk=sign * stats.number("allocation_bytes"),
+                        address=stats.number("addr"),
+                        op=stats.text("tf_op"),
                     )
                 )
     return found
+
+
+class _Stats:
+    """What the profiler noted about an event."""
+
+    def __init__(self, plane: xplane_pb2.XPlane, event: xplane_pb2.XEvent) -> None:
+        self._names = plane.stat_metadata
+        self._stats = {self._names[stat.metadata_id].name: stat for stat in event.stats}
+
+    def number(self, name: str) -> int:
+        stat = self._stats.get(name)
+        return 0 if stat is None else stat.int64_value or stat.uint64_value
+
+    def text(self, name: str) -> str:
+        stat = self._stats.get(name)
+        return "" if stat is None else stat.str_value or self._names[stat.ref_value].name

@@ -507,6 +507,17 @@ class TestProfileArgument:
         assert pricer.device.bandwidth == pytest.approx(2 * 4 * 4096**2 / 2e-2)
         assert pricer.price(matmul(512, 512, 512)) == price.Price(1e-2, 0, "measured")
 
+    def test_a_recorded_table_goes_by_its_name(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setattr(price, "_RECORDED", tmp_path)
+        save_table(Table((row(relu(4096, 4096), 2e-2),)), tmp_path / "my-cpu.csv")
+        save_table(Table((row(relu(8, 8), 3e-6),)), tmp_path / "t4.csv")
+        assert price.load_pricer("my-cpu").price(relu(4096, 4096)).kind == "measured"
+        assert price.load_pricer("Tesla T4").price(relu(8, 8)).seconds == 3e-6
+        with pytest.raises(UnknownDeviceError, match=r"known are .*; recorded: my-cpu, t4"):
+            price.load_pricer("another")
+
     def test_a_mapping(self):
         pricer = price.load_pricer({"Relu": 0.25}, find_device("t4"))
         assert pricer.price(relu(4)).seconds == 0.25
@@ -522,6 +533,8 @@ class TestProfileArgument:
             price.load_pricer("rtx-5090")
         with pytest.raises(TableError, match="no such table"):
             price.load_pricer(tmp_path / "none.csv")
+        with pytest.raises(TypeError, match="not 3"):
+            price.load_pricer(3)  # type: ignore[arg-type]
         save_table(Table(), tmp_path / "empty.csv")
         with pytest.raises(TableError, match="no rows"):
             price.load_pricer(tmp_path / "empty.csv")

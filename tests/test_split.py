@@ -1,0 +1,67 @@
+"""Updates in blocks of rows: the same bits in less memory."""
+
+from __future__ import annotations
+
+from child import EXACT, run
+
+KERNEL = 1024 * 1088 * 4  # bytes
+
+
+def test_updates_in_blocks_have_the_same_bits_and_a_lower_floor() -> None:
+    found = run(
+        """
+exact()
+from remat.compile import one_step_of
+from remat.planning import pool_of, prepare, read
+from remat.solvers.floor import memory_floor
+
+OPTIMIZERS = {
+    "Adam": lambda: keras.optimizers.Adam(amsgrad=True),
+    "AdamW": lambda: keras.optimizers.AdamW(clipnorm=1.0, use_ema=True),
+    "SGD": lambda: keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
+    "RMSprop": lambda: keras.optimizers.RMSprop(centered=True, momentum=0.5),
+}
+specs = tf.TensorSpec((32, 64)), tf.TensorSpec((32,), tf.int32)
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+data = batches(specs, 3)
+
+def network():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([
+        keras.Input((64,)), keras.layers.Dense(1024, activation="relu"),
+        keras.layers.Dense(1088, activation="gelu"), keras.layers.Dense(10),
+    ])
+
+results = {}
+for name, make in OPTIMIZERS.items():
+    model, optimizer = network(), make()
+    step = remat.compile(model, loss, optimizer, *specs, budget=0.95, profile="h200")
+    train(step, data)
+    ours = state(model, optimizer)
+    ops = step.compiled.prepared.program.ops
+    model, optimizer = network(), make()
+    plain = tf.function(one_step_of(model, loss, optimizer), jit_compile=False)
+    train(plain, [tf.nest.map_structure(tf.constant, batch) for batch in data])
+    results[name] = dict(
+        blocks=sum(op.type == "ResourceStridedSliceAssign" for op in ops),
+        same=same(ours, state(model, optimizer)),
+        within=step.measured_peak <= step.budget,
+    )
+
+traced, program = read(one_step_of(network(), loss, OPTIMIZERS["Adam"]()), specs)
+floors = [
+    memory_floor(prepare(traced, program, pool_of(program), profile="h200", split=split)
+                 .extraction.graph)[0]
+    for split in (False, True)
+]
+answer(results=results, floors=floors)
+""",
+        EXACT,
+    )
+    assert len(found["results"]) == 4
+    for result in found["results"].values():
+        assert result["blocks"] > 10
+        assert result["same"]
+        assert result["within"]
+    whole, blocks = found["floors"]
+    assert blocks < whole - 0.8 * KERNEL
