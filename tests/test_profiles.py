@@ -518,6 +518,19 @@ class TestProfileArgument:
         with pytest.raises(UnknownDeviceError, match=r"known are .*; recorded: my-cpu, t4"):
             price.load_pricer("another")
 
+    @pytest.mark.parametrize("path", sorted(Path(price.__file__).parent.glob("*.csv")), ids=str)
+    @pytest.mark.filterwarnings("ignore:.*measured with TensorFlow")
+    def test_what_is_recorded_here_is_usable(self, path: Path):
+        pricer = price.load_pricer(path.stem)
+        assert len(pricer.table) > 100
+        assert pricer.device.launch_seconds < 1e-3
+        row = pricer.table.rows[0]
+        assert pricer.price(row.signature) == price.Price(
+            row.seconds, row.workspace_bytes or 0, "measured"
+        )
+        for found in price.cross_validate(pricer.table, pricer.device):
+            assert 0.5 < found.total_ratio < 2
+
     def test_a_mapping(self):
         pricer = price.load_pricer({"Relu": 0.25}, find_device("t4"))
         assert pricer.price(relu(4)).seconds == 0.25
