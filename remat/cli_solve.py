@@ -145,7 +145,7 @@ def _solve(arguments: argparse.Namespace) -> int:
     except InfeasibleBudgetError as error:
         interrupted = result.status is Status.INTERRUPTED
         print(f"remat: {error}", file=sys.stderr)
-        if result.status is Status.NOTHING_FOUND:
+        if not error.proven:
             print(f"  {result.message}", file=sys.stderr)
         return INTERRUPTED if interrupted else INFEASIBLE
     if arguments.output is not None:

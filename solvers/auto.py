@@ -7,6 +7,7 @@ The first worker proves: the gap-cover bound (``gap_cover``), whose solution is
 a good start on training graphs of any size; then the program over moments
 (``moments``), whose solutions, even those above the budget, are the best starts
 there are: a cool annealing makes them fit.
+Where the gap cover proves anything, the default time limit is extended.
 Otherwise workers anneal: the latest such suggestion, again and again with other
 seeds, and in between the best so far; where there is no suggestion, the given
 order.  ``solve`` stops the method once the best schedule meets the bound.  A
@@ -30,7 +31,8 @@ from .feng_huang import feng_huang
 from .gap_cover import REPAIR, lower_bound
 from .griewank import griewank
 from .method import Monitor, Outcome, Problem
-from .moments import refine
+from .mip import prepare
+from .moments import BACKEND, refine
 from .schedule import Schedule, simulate
 
 _HEURISTICS = (feng_huang, chen_greedy, griewank)
@@ -92,15 +94,17 @@ def _prove(board: _Board) -> None:
     problem, monitor = board.problem, board.monitor
     if monitor.should_stop() or len(problem.graph.edges) > _DENSE:
         return
-    began, left = monitor.elapsed(), monitor.remaining()
+    prepare(BACKEND)
+    began = monitor.elapsed()
     bound, start = lower_bound(problem, monitor)
     monitor.bounded(bound)
     # Where the gap cover proves nothing (random graphs), little more will be proven.
-    hopeful = bound > problem.graph.cost * (1 + 1e-9)
-    share = _SHARE if problem.workers == 1 else _HOPEFUL_SHARE
-    if not hopeful:
+    if bound > problem.graph.cost * (1 + 1e-9):
+        share = _SHARE if problem.workers == 1 else _HOPEFUL_SHARE
+        monitor.persist()
+    else:
         share, board.hopeful = _HOPELESS_SHARE, False
-    until = began + share * left
+    until = began + share * (monitor.elapsed() - began + monitor.remaining())
     if start is not None:
         board.offer(start, REPAIR)
     else:

@@ -69,12 +69,14 @@ class Monitor:
         on_schedule: Callable[[Schedule], None] | None = None,
         on_bound: Callable[[float], None] | None = None,
         may_extend: Callable[[], bool] = lambda: False,
+        patience: float = 0.0,
     ) -> None:
         self._started = time.monotonic()
         self._time_limit = time_limit
         self._on_schedule = on_schedule
         self._on_bound = on_bound
         self._may_extend = may_extend
+        self._patience = patience
         self._stop = threading.Event()
         self._finish = threading.Event()
 
@@ -92,6 +94,12 @@ class Monitor:
         """Lets the solve take longer, for code that is compiled once for all solves, if it may."""
         if self._time_limit is not None and self._may_extend():
             self._time_limit += seconds
+
+    def persist(self) -> None:
+        """Lets the solve take longer, by its patience (seconds): a proof may be in reach."""
+        if self._time_limit is not None:
+            self._time_limit += self._patience
+            self._patience = 0.0
 
     def part(self, seconds: float) -> Monitor:
         """This monitor for a part of the solve that may take so many seconds."""

@@ -194,6 +194,13 @@ def solve_mip(
         )
 
 
+def prepare(backend: str) -> None:
+    """Starts a solver that will be needed: starting takes longer than most programs do."""
+    idle = _idle.setdefault(backend, [])
+    if not idle:
+        idle.append(_Child(backend))
+
+
 class _Child:
     """A process that solves one program after the other; see ``mip_backends``."""
 
@@ -232,8 +239,7 @@ class _Child:
         self._process.wait()
 
 
-_idle: dict[str, list[_Child]] = {}  # started once, and used again: starting takes longer
-# than most programs do
+_idle: dict[str, list[_Child]] = {}  # started once, and used again
 
 
 @atexit.register

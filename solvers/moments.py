@@ -67,6 +67,7 @@ from .schedule import Schedule, simulate
 # Gaps to solve to, relative to the whole cost: coarse until the schedule fits.
 _GAPS = (3e-4, 1e-4, 0.0)
 _MOST = 40  # moments
+BACKEND = "highs"
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def refine(
         solution = solve_mip(
             program.formulation,
             time_limit=min(monitor.remaining(), until - monitor.elapsed()),
-            backend=problem.options.get("backend", "highs"),
+            backend=problem.options.get("backend", BACKEND),
             relative_gap=_GAPS[level],
             should_stop=monitor.should_stop,
         )

@@ -17,7 +17,7 @@ class Status(str, Enum):
 
     OPTIMAL = "optimal"  # a schedule, and the proof that none is better
     FEASIBLE = "feasible"  # a schedule within the budget
-    INFEASIBLE = "infeasible"  # the proof that no schedule fits the budget
+    INFEASIBLE = "infeasible"  # the proof that no schedule fits the budget (and max_overhead)
     NOTHING_FOUND = "nothing_found"  # neither a schedule nor a proof
     INTERRUPTED = "interrupted"  # stopped by Ctrl-C or SIGTERM; best so far, if any
 
@@ -71,7 +71,8 @@ class Result:
       budget: bytes that the peak may reach.
       floor: bytes below which no schedule exists, proven.
       floor_nodes: indices of the nodes whose run needs those bytes.
-      least_budget: least peak in bytes of any schedule seen on the way.
+      least_budget: least peak in bytes of any schedule seen on the way that
+        keeps ``max_overhead``.
       solver: name of the method.
       seconds: that the solve took.
       message: one sentence for people.

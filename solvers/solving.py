@@ -48,6 +48,7 @@ OPTIMAL_GAP = 1e-9
 CLOSE_GAP = 1e-4
 """A gap, as a fraction of the overhead, at which a solve ends: more time is not worth it."""
 
+_LONG = 6.5  # seconds that a solve of any graph may take by default, if a proof may be in reach
 _TICK = 0.05  # seconds between looks at the method
 _LOADING = 1.0  # seconds that annealing may take to load
 
@@ -67,9 +68,12 @@ def load_method(name: str | Method) -> Method:
 
 
 def default_time_limit(graph: Graph) -> float:
-    """Seconds that ``solve`` takes at most if not told: 2 to 7 for up to 350 nodes, at most 30."""
+    """Seconds that ``solve`` takes if not told: 2 to 7 for up to 350 nodes, at most 30.
+
+    ``auto`` takes up to 6.5 for smaller graphs, too, if a proof may be in reach.
+    """
     share = len(graph) / 50
-    return min(30.0, max(share, min(2.2 + share, 6.5)))
+    return min(30.0, max(share, min(2.2 + share, _LONG)))
 
 
 def solve(
@@ -154,6 +158,7 @@ def solve(
         judge.schedule,
         judge.bound,
         may_extend=lambda: judge.may_extend(limited),
+        patience=0.0 if limited else max(0.0, _LONG - time_limit),
     )
     given = tuple(range(len(graph)))
     problem = Problem(
@@ -227,6 +232,7 @@ def frontier(
         if best is not None and (result.cost is None or best.cost < result.cost):  # type: ignore[operator]
             result = replace(
                 result,
+                status=Status.FEASIBLE if result.schedule is None else result.status,
                 schedule=best.schedule,
                 cost=best.cost,
                 peak=best.peak,
@@ -272,6 +278,8 @@ class _Judge:
     def open(self, problem: Problem, monitor: Monitor) -> None:
         """Starts judging."""
         self.problem, self.monitor = problem, monitor
+        allowed = problem.max_overhead
+        self._most_overhead = math.inf if allowed is None else allowed + 1e-12
         self.floor, self.floor_nodes = memory_floor(problem.graph)
         # Every node runs at least once, whatever the budget.
         self._bound = problem.graph.cost
@@ -280,10 +288,9 @@ class _Judge:
         """Receives a proposed schedule."""
         schedule = tuple(map(int, schedule))
         truth = simulate(self.problem.graph, schedule)
-        allowed = self.problem.max_overhead
-        within = truth.peak <= self.problem.budget and (
-            allowed is None or overhead(self.problem.graph, truth.cost) <= allowed + 1e-12
-        )
+        within = truth.peak <= self.problem.budget
+        if overhead(self.problem.graph, truth.cost) > self._most_overhead:
+            return
         with self._lock:
             self._least_peak = min(self._least_peak, truth.peak)
             figures: list[tuple[float, float, Schedule]] = [
@@ -315,10 +322,14 @@ class _Judge:
         if self.problem.budget < self.floor:  # then the least feasible budget is looked for
             return self._least_peak <= self.floor
         if self._best is None:
-            return False
+            return self._too_dear()
         if self.problem.minimize == "peak":
             return self._peak <= self.floor
         return self._cost - self._bound <= OPTIMAL_GAP * self.problem.graph.cost
+
+    def _too_dear(self) -> bool:
+        """Whether no schedule within the budget keeps ``max_overhead``."""
+        return overhead(self.problem.graph, self._bound) > self._most_overhead + OPTIMAL_GAP
 
     def _stop_if_done(self) -> None:
         cost = self.problem.graph.cost
@@ -352,6 +363,12 @@ class _Judge:
                         f"running {names} alone takes {self.floor:,} bytes; the least budget "
                         f"known to be feasible is {self._least_peak:,} bytes"
                     )
+            elif self._best is None and self._too_dear():
+                status = Status.INFEASIBLE
+                message = (
+                    "every schedule within the budget has an overhead of "
+                    f"{100 * overhead(graph, bound):.3f} % or more (proven), above the one allowed"
+                )
             elif self._proven():
                 status = Status.OPTIMAL
             elif interrupted:
@@ -361,7 +378,8 @@ class _Judge:
             found = self._best is not None
             if not found and not message:
                 message = (
-                    "no schedule within the budget was found; the least peak of those tried is "
+                    "no schedule within the budget was found; the least peak of those tried"
+                    f"{'' if self.problem.max_overhead is None else ' that keep max_overhead'} is "
                     f"{self._least_peak:,} bytes"
                 )
             return Result(
@@ -383,12 +401,11 @@ class _Judge:
 
 
 def _least_peak(problem: Problem, monitor: Monitor) -> Outcome:
-    """Looks for the least feasible budget, whatever the overhead."""
+    """Looks for the least feasible budget."""
     anything = replace(
         problem,
         budget=simulate(problem.graph, range(len(problem.graph))).peak,
         minimize="peak",
-        max_overhead=None,
         options={},
     )
     seconds = min(2.0, 0.02 * len(problem.graph))

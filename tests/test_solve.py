@@ -131,6 +131,22 @@ def test_a_start_is_checked_and_used() -> None:
     assert again.cost == best.cost
 
 
+def test_budget_and_overhead_that_cannot_both_be_met() -> None:
+    cheapest = solve(CHAIN, 8)
+    assert cheapest.status is Status.OPTIMAL
+    assert cheapest.overhead is not None
+    limits = {"max_overhead": cheapest.overhead / 2}
+    refused = solve(CHAIN, 8, **limits, time_limit=20)  # type: ignore[arg-type]
+    assert refused.status is Status.INFEASIBLE
+    assert f"overhead of {100 * cheapest.overhead:.3f} % or more" in refused.message
+    assert refused.least_budget > 8
+    known = solve(CHAIN, refused.least_budget, **limits, time_limit=5)  # type: ignore[arg-type]
+    assert known.schedule is not None
+    below = solve(CHAIN, 1, **limits)  # type: ignore[arg-type]
+    assert below.status is Status.INFEASIBLE
+    assert solve(CHAIN, below.least_budget, **limits, time_limit=5).schedule is not None  # type: ignore[arg-type]
+
+
 def test_progress_is_told_from_the_calling_thread_and_never_gets_worse() -> None:
     told: list[Result] = []
     threads = set()
