@@ -107,12 +107,9 @@ def _prove(board: _Board) -> None:
     until = began + share * (monitor.elapsed() - began + monitor.remaining())
     if start is not None:
         board.offer(start, REPAIR)
-    else:
-        start = tuple(range(len(problem.graph)))
     refine(
         problem,
         monitor,
-        start,
         lambda schedule: board.offer(schedule, _POLISH),
         until - monitor.elapsed(),
     )

@@ -9,7 +9,8 @@ memory in between.  So it holds for every order, and its optimum is a lower
 bound; and where the schedule that it describes fits the budget in between as
 well, that schedule is optimal.  Where it does not, the worst moments are added,
 one or two (or, for a run that no moment can stand for, an inner constraint),
-and the program is solved again.  Training graphs need two to ten moments.
+and the program is solved again.  The first moment is the worst of the given
+order.  Training graphs need two to ten moments.
 
 Variables (binary):
   R[i, k]   node i runs in stage k;
@@ -86,17 +87,15 @@ class Stages:
 
 
 def moments(problem: Problem, monitor: Monitor) -> Outcome:
-    """Refines from the given order; see the module."""
+    """Refines until the best schedule is found and proven; see the module."""
     check_options(problem, "backend")
-    given = tuple(range(len(problem.graph)))
-    refine(problem, monitor, problem.start or given, monitor.found)
+    refine(problem, monitor, monitor.found)
     return Outcome(None)
 
 
 def refine(
     problem: Problem,
     monitor: Monitor,
-    start: Schedule,
     found: Callable[[Schedule], None],
     seconds: float = math.inf,
 ) -> None:
@@ -105,7 +104,6 @@ def refine(
     Args:
       problem: what is to be solved.
       monitor: told of every bound.
-      start: a schedule whose worst moments are the first to be looked at.
       found: told of every schedule; all but the last may be above the budget.
       seconds: to take, at most what the monitor leaves.
     """
@@ -113,16 +111,16 @@ def refine(
     graph, budget = problem.graph, problem.budget
     order = precedence(graph)
     _, needed = first_run_bytes(graph, order)
+    # Its worst moments are the first: they prove more than those of cheaper schedules.
+    schedule: Schedule = tuple(range(len(graph)))
     moments: list[int] = []
     inner: list[int] = []
     level = 0
     while monitor.elapsed() < until and not monitor.should_stop() and len(moments) < _MOST:
-        new, node = _refinement(graph, order, needed, start, budget, moments, inner)
-        if new:
-            moments = sorted([*moments, *new])
-        elif node is not None:
-            inner.append(node)
-        else:  # only the proof is left
+        new, within = _refinement(graph, order, needed, schedule, budget, moments, inner)
+        moments = sorted([*moments, *new])
+        inner += within
+        if not new and not within:  # only the proof is left
             level += 1
             if level == len(_GAPS):
                 return
@@ -137,8 +135,8 @@ def refine(
         monitor.bounded(graph.cost * solution.bound / 100)
         if solution.values is None:
             return
-        start = decode(graph, program, solution.values)
-        found(start)
+        schedule = decode(graph, program, solution.values)
+        found(schedule)
 
 
 def formulate(
@@ -314,17 +312,16 @@ def _refinement(
     budget: int,
     moments: Sequence[int],
     inner: Sequence[int],
-) -> tuple[list[int], int | None]:
+) -> tuple[list[int], list[int]]:
     """Where to look at memory next, given a schedule that is above the budget.
 
     Goes through the stretches of the schedule that are above the budget, the
-    worst first.
+    worst first, until there are as many nodes as moments, or two.
 
     Returns:
-      Nodes that may become moments, at most as many as there are moments and
-      at most two, each of those that first run in such a stretch or next, if
-      possible one that needs more than the budget in every order; or none, and
-      a node that may get constraint (8).  It is None if nothing is left.
+      Nodes that may become moments, each of those that first run in such a
+      stretch or next, if possible one that needs more than the budget in every
+      order; and nodes of stretches without any, which may get constraint (8).
     """
     comparable = (1 << len(graph)) - 1
     for moment in moments:
@@ -337,8 +334,9 @@ def _refinement(
         seen.add(index)
     done = [held <= budget for held in memory]
     new: list[int] = []
+    within: list[int] = []
     for worst in sorted(range(len(schedule)), key=memory.__getitem__, reverse=True):
-        if memory[worst] <= budget or len(new) == min(2, max(1, len(moments))):
+        if memory[worst] <= budget or len(new) + len(within) == min(2, max(1, len(moments))):
             break
         if done[worst]:
             continue
@@ -363,6 +361,6 @@ def _refinement(
             moment = best[-1]
             comparable &= order.ancestors[moment] | order.descendants[moment]
             new.append(moment)
-        elif not new and schedule[worst] not in inner:
-            return [], schedule[worst]
-    return new, None
+        elif schedule[worst] not in (*inner, *within):
+            within.append(schedule[worst])
+    return new, within
