@@ -129,7 +129,7 @@ class Monitor:
             self._on_schedule(schedule)
 
     def bounded(self, lower_bound: float) -> None:
-        """Reports a proven lower bound in seconds."""
+        """Reports a proven lower bound in seconds; inf if no schedule fits the budget."""
         if self._on_bound is not None:
             self._on_bound(lower_bound)
 

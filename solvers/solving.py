@@ -274,6 +274,7 @@ class _Judge:
         self._peak: int | float = math.inf
         self._least_peak: int | float = math.inf
         self._bound = 0.0
+        self._impossible = False
 
     def open(self, problem: Problem, monitor: Monitor) -> None:
         """Starts judging."""
@@ -306,12 +307,16 @@ class _Judge:
             self._stop_if_done()
 
     def bound(self, lower_bound: float) -> None:
-        """Receives a proven lower bound in seconds."""
+        """Receives a proven lower bound in seconds; inf if no schedule fits the budget."""
         with self._lock:
-            if lower_bound > self._bound:
+            if lower_bound == math.inf:
+                self._impossible = True
+            elif lower_bound > self._bound:
                 self._bound = lower_bound
-                self.changes += 1
-                self._stop_if_done()
+            else:
+                return
+            self.changes += 1
+            self._stop_if_done()
 
     def may_extend(self, limited: bool) -> bool:
         """Whether the solve may wait for code that is compiled once."""
@@ -322,7 +327,7 @@ class _Judge:
         if self.problem.budget < self.floor:  # then the least feasible budget is looked for
             return self._least_peak <= self.floor
         if self._best is None:
-            return self._too_dear()
+            return self._impossible or self._too_dear()
         if self.problem.minimize == "peak":
             return self._peak <= self.floor
         return self._cost - self._bound <= OPTIMAL_GAP * self.problem.graph.cost
@@ -352,6 +357,7 @@ class _Judge:
             message = outcome.message
             infeasible = infeasible or outcome.infeasible
         with self._lock:
+            infeasible = infeasible or (self._impossible and self._best is None)
             # Rounding in a bound must not put it above a schedule that exists.
             bound = min(self._bound, self._cost)
             gap = (self._cost - bound) / graph.cost if graph.cost > 0 else 0.0
@@ -363,6 +369,8 @@ class _Judge:
                         f"running {names} alone takes {self.floor:,} bytes; the least budget "
                         f"known to be feasible is {self._least_peak:,} bytes"
                     )
+                elif not message:
+                    message = "no schedule fits the budget (proven)"
             elif self._best is None and self._too_dear():
                 status = Status.INFEASIBLE
                 message = (

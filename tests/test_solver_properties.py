@@ -109,6 +109,26 @@ def test_the_bound_is_below_the_optimum_of_all_orders(solver: str) -> None:
     check()
 
 
+@pytest.mark.parametrize("solver", ["moments", "auto"])
+def test_a_budget_above_the_floor_is_proven_infeasible(solver: str) -> None:
+    # While m2 runs, p or q is held, too; no node alone says so.
+    once = {"recomputable": False}
+    nodes = (
+        Node("p", 1, 10, **once),  # type: ignore[arg-type]
+        Node("q", 1, 10, **once),  # type: ignore[arg-type]
+        Node("m1", 1, 5),
+        Node("m2", 1, 20),
+        Node("end", 1, 1),
+    )
+    graph = Graph("either", nodes, ((0, 1), (0, 2), (2, 3), (3, 4), (1, 4)))
+    result = solve(graph, 33, solver=solver, time_limit=20)
+    assert result.floor <= 33
+    assert optimum(graph, 33) == math.inf
+    assert result.status is Status.INFEASIBLE
+    assert math.isfinite(result.lower_bound)
+    assert solve(graph, result.least_budget, solver="checkpoint_all").overhead == 0
+
+
 @few(60)
 @given(graphs(most=7))
 def test_no_schedule_is_below_the_proven_floor(graph: Graph) -> None:
