@@ -51,6 +51,7 @@ _EARLY = 0.15  # share of the time that each heuristic may take
 _SHARE = 0.4  # of the time for proofs, if there is one worker only
 _HOPEFUL_SHARE = 0.85  # of one worker's time for proofs, if there are more
 _HOPELESS_SHARE = 0.25  # if they promise little
+_START = 1.0  # seconds that proofs get in any case: solvers take a while to start
 _DENSE = 50_000  # edges beyond which a program takes longer to build than it is worth
 _LARGE = 2000  # nodes from which on a cold start does not pay
 
@@ -104,7 +105,7 @@ def _prove(board: _Board) -> None:
         monitor.persist()
     else:
         share, board.hopeful = _HOPELESS_SHARE, False
-    until = began + share * (monitor.elapsed() - began + monitor.remaining())
+    until = began + max(_START, share * (monitor.elapsed() - began + monitor.remaining()))
     if start is not None:
         board.offer(start, REPAIR)
     refine(
