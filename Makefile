@@ -39,6 +39,8 @@ experiments: $(VENV)/installed
 	$(RUN) -m experiments.schedule_pictures
 	$(RUN) -m experiments.eager_recompute --shares 0.35
 	$(RUN) -m experiments.autoencoder --model-only
+	$(RUN) -m experiments.predictions --models SmallUNet --shares 0.5 --runs 1
+	$(RUN) -m experiments.floors --models UNet Transformer
 
 # The install is editable: what is in this folder is what runs.
 $(VENV)/installed: $(SETTINGS) | $(RUN)
