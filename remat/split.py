@@ -18,7 +18,7 @@ than what ``f`` holds for its rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -46,8 +46,10 @@ def split_updates(program: Program, plain_peak: int) -> Program:
       A program that computes the same bits; ``program`` itself if there is
       nothing to split.
     """
+    # What overwrites the variable of a read comes after it, by a control edge.
+    awaited = {control for op in program.ops for control in op.controls}
     found = [
-        _Update.of(program, index, plain_peak)
+        _Update.of(program, index, plain_peak, awaited)
         for index, op in enumerate(program.ops)
         if op.type in _NEW_VALUE and op.kind is Kind.ONCE
     ]
@@ -71,10 +73,22 @@ class _Update:
     rows: tuple[tuple[int, int], ...]
 
     @staticmethod
-    def of(program: Program, assignment: int, plain_peak: int) -> _Update | None:
-        """The update to split; None if it is small or cannot be split."""
+    def of(program: Program, assignment: int, plain_peak: int, awaited: Set[int]) -> _Update | None:
+        """The update to split; None if it is small or cannot be split.
+
+        ``awaited`` are the operations that others wait for without reading them.
+        """
         ops = program.ops
         op = ops[assignment]
+
+        def may_be_read_in_blocks(source: int, number: int) -> bool:
+            read = ops[source]
+            if read.shapes[number] != shape:
+                return read.shapes[number] == ()  # read as a whole
+            # Another variable's rows could be read after what overwrites it.
+            own = read.kind is not Kind.READ or read.inputs[0] == op.inputs[0]
+            return own or source not in awaited
+
         size = program.variable_bytes.get(op.inputs[0][0], 0)
         value, number = op.inputs[1]
         shape = ops[value].shapes[number]
@@ -94,7 +108,7 @@ class _Update:
                 and candidate.shapes == (shape,)
                 and set(program.consumers[index]) <= inside | {assignment}
                 and index not in returned
-                and all(ops[s].shapes[n] in ((), shape) for s, n in candidate.inputs)
+                and all(may_be_read_in_blocks(*tensor) for tensor in candidate.inputs)
             ):
                 inside.add(index)
                 pending += [source for source, _ in candidate.inputs if source not in inside]
