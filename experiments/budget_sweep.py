@@ -90,11 +90,12 @@ def _plot(rows: Sequence[Row], path: Path) -> None:
         for solver, look in looks.items():
             found = [r for r in own if r.solver == solver and r.overhead_percent is not None]
             found.sort(key=lambda row: row.budget_bytes)
-            width = 2.2 if solver == "auto" else 1
+            width, above = (2.2, 3) if solver == "auto" else (1, 2)
             axes.plot(
                 [row.budget_bytes / _GB for row in found],
                 [row.overhead_percent for row in found],
                 linewidth=width,
+                zorder=above,
                 **look,
             )
         axes.set(title=graph, xlabel="budget (GB)", ylim=(-1, _TOP))
