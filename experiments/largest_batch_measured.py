@@ -87,7 +87,7 @@ def measure(asked: argparse.Namespace, model: str, way: str, before: Sequence[Ro
     found: dict[int, dict[str, Any]] = {}
 
     def trains(batch: int) -> bool:
-        task = Task(way, model, batch, _STEPS, limit_mib=asked.limit)
+        task = Task(way, model, batch=batch, steps=_STEPS, limit_mib=asked.limit)
         if way == "budgeted":
             plan = str(runner.folder / f"{model}-{batch}.plan.json")
             task = replace(task, budget=asked.limit * _MIB, plan=plan)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Task:
 
     kind: str
     model: str
+    _: KW_ONLY
     batch: int | None = None
     steps: int = 3
     budget: int | None = None

@@ -94,7 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plain = runner.result(Task("train", model, steps=asked.steps, exact=True))
         budget, found = None, plain
         if plain["status"] == "done":
-            task = Task("train", model, asked.steps, int(_SHARE * plain["peak"]), exact=True)
+            task = Task(
+                "train", model, steps=asked.steps, budget=int(_SHARE * plain["peak"]), exact=True
+            )
             budget, found = runner.within(task, plain["peak"])
         rows.append(_row(model, asked.steps, budget, plain, found))
         if rows[-1].status == "done":

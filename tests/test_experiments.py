@@ -29,7 +29,7 @@ def test_a_seed_gives_the_same_data(case: Case) -> None:
 
 @pytest.mark.long
 def test_measured_step_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--models", SMALL, "--budgets", "0.6", "--repeats", "1", "--exact"]
+    arguments = ["--models", SMALL, "--budgets", "0.7", "--repeats", "1", "--exact"]
     arguments += ["--out", str(tmp_path)]
     assert measured_step.main(arguments) == 0
     shown = capsys.readouterr().out
