@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ratios", action="store_true", help="Checkmate's Table 2")
     parser.add_argument("--scale", action="store_true", help="growth with the size of the graph")
     parser.add_argument(
-        "--budgets", nargs="+", metavar="BUDGET", help="bytes, or % of the given order's peak"
+        "--budgets", nargs="+", metavar="BUDGET", help="bytes, or %% of the given order's peak"
     )
     parser.add_argument(
         "--solvers",

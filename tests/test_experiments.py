@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,12 @@ from experiments.process import Task, run
 
 SMALL = "SmallUNet"
 MIB = 2**20
+ROOT = Path(__file__).parents[1]
+COMMANDS = sorted(
+    file.stem
+    for file in (ROOT / "experiments").glob("*.py")
+    if '__name__ == "__main__"' in file.read_text(encoding="utf-8") and "child" not in file.stem
+)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
@@ -25,6 +33,14 @@ def test_a_seed_gives_the_same_data(case: Case) -> None:
     assert labels.shape == case.labels
     assert set(np.unique(labels)) <= set(range(case.classes))
     np.testing.assert_array_equal(inputs, again)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_teaches(command: str) -> None:
+    asked = [sys.executable, "-m", f"experiments.{command}", "--help"]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"experiments.{command}" in done.stdout
 
 
 @pytest.mark.long
