@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = command("budget_sweep", __doc__)
     parser.add_argument("graphs", nargs="*", metavar="GRAPH", default=_GRAPHS)
     parser.add_argument(
-        "--budgets", nargs="+", metavar="BUDGET", help="bytes, or % of the given order's peak"
+        "--budgets", nargs="+", metavar="BUDGET", help="bytes, or %% of the given order's peak"
     )
     parser.add_argument("--solvers", nargs="+", default=list(METHODS), metavar="NAME")
     parser.add_argument(
