@@ -21,12 +21,15 @@ demo: $(VENV)/installed
 # TensorFlow cannot share a process with OR-tools, which these tests use.
 WITHOUT_TENSORFLOW := tests/test_published_methods.py tests/test_solver_quality.py
 
+# A module stays in one process: its tests share what is dear to make.
+WORKERS := --numprocesses 2 --dist loadfile
+
 test: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy -p remat -p experiments
-	$(RUN) -m pytest $(WITHOUT_TENSORFLOW)
-	$(RUN) -m pytest $(WITHOUT_TENSORFLOW:%=--ignore=%)
+	$(RUN) -m pytest $(WORKERS) $(WITHOUT_TENSORFLOW)
+	$(RUN) -m pytest $(WORKERS) $(WITHOUT_TENSORFLOW:%=--ignore=%)
 
 experiments: $(VENV)/installed
 	$(RUN) -m experiments.measured_step --models UNet --budgets 0.5 --repeats 1

@@ -75,6 +75,12 @@ def layer_graph(model: keras.Model, name: str, batch: int) -> Graph:
     return Graph(f"{name}-{batch}", tuple(nodes), tuple(edges), 2 * _NUMBER * weights)
 
 
+def forward_share(graph: Graph) -> float:
+    """The cost of what runs before the first node of the backward pass, of that of all."""
+    first = next(index for index, node in enumerate(graph.nodes) if node.backward)
+    return math.fsum(node.cost for node in graph.nodes[:first]) / graph.cost
+
+
 def _multiplications(layer: Any) -> int:
     """For one image, as Checkmate counts them: pools, padding and dropout are free."""
     kind, output = type(layer).__name__, _size(layer.output)

@@ -21,7 +21,6 @@ is not measured again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -30,10 +29,10 @@ from typing import Any
 
 from remat.solvers import Graph, Status, simulate, solve
 
-from .accounting import layer_graph
+from .accounting import forward_share, layer_graph
 from .largest_batch import last_batch
 from .process import Runner, Task
-from .tables import begin, command, machine, remembered, show, write_csv
+from .tables import begin, command, given, machine, remembered, show, write_csv
 
 _BATCH = 64  # whose plain memory is what there is
 _NUMBER = 4  # bytes of a float
@@ -172,13 +171,12 @@ def _model() -> Model:
     graph = layer_graph(parts.side(0), "autoencoder", 1)
     encoder, decoder = (_NUMBER * m.count_params() for m in (parts.encoder, parts.decoders[0]))
     gradients, slots = encoder + decoder, 2 * (encoder + decoder)
-    first = next(index for index, node in enumerate(graph.nodes) if node.backward)
     return Model(
         graph,
-        forward=math.fsum(node.cost for node in graph.nodes[:first]) / graph.cost,
+        forward=forward_share(graph),
         resident=encoder + 2 * decoder + gradients + 2 * slots,
         turns=encoder + decoder + gradients + slots,
-        collection=tuple(n.name for n in graph.nodes[:first] if "shuffle" in n.name),
+        collection=tuple(n.name for n in graph.nodes if not n.backward and "shuffle" in n.name),
     )
 
 
@@ -225,18 +223,15 @@ def _measured_row(mode: str, found: Mapping[str, Any], plain: Mapping[str, Any])
 
 
 def _line(row: Row) -> dict[str, Any]:
-    def shown(value: float | None, form: str) -> str | None:
-        return None if value is None else format(value, form)
-
     return {
         "": row.kind,
         "mode": row.mode,
         "batch": row.batch,
-        "gain, %": shown(row.gain_percent, ".0f"),
-        "time, +%": shown(row.overhead_percent, ".1f"),
-        "peak, MiB": shown(None if row.peak is None else row.peak / _MIB, ".0f"),
-        "% of plain": shown(row.peak_percent, ".0f"),
-        "s": shown(row.seconds, ".2f"),
+        "gain, %": given(row.gain_percent, ".0f"),
+        "time, +%": given(row.overhead_percent, ".1f"),
+        "peak, MiB": given(row.peak, ".0f", _MIB),
+        "% of plain": given(row.peak_percent, ".0f"),
+        "s": given(row.seconds, ".2f"),
         "note": row.message,
     }
 

@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from remat.profiles.devices import DEVICES
 from remat.solvers.solving import METHODS
 
-from .graphs import graph_file
+from .graphs import graph_files
 from .pictures import styles
 from .solver_quality import Row, cells, summarise
 from .tables import begin, command, machine, show, write_csv
@@ -51,10 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     asked = parser.parse_args(arguments)
     begin(asked.out)
-    try:
-        paths = [graph_file(name, asked.out) for name in asked.graphs]
-    except ValueError as error:
-        parser.error(str(error))
+    paths = graph_files(parser, asked.graphs, asked.out)
     rows = summarise(
         cells(asked.out / "cells", paths, asked.budgets, asked.solvers, 1, asked.time_limit)
     )

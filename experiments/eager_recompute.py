@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from .models import CASES
 from .pictures import styles
 from .process import Runner, Task
-from .tables import begin, command, machine, show, write_csv
+from .tables import begin, command, given, machine, show, write_csv
 
 _WAYS = {
     "plain": "tf.function",
@@ -101,18 +101,10 @@ def _remat(
     runner: Runner, asked: argparse.Namespace, share: float, plain: Mapping[str, Any]
 ) -> Row:
     """The row of remat within a share of the plain peak, or the least budget above it."""
-    mebibytes = int(share * plain["peak"] / _MIB)
-    plan = str(asked.out / f"{asked.model}-{share}.plan.json")
-    task = Task(
-        "budgeted",
-        asked.model,
-        steps=asked.steps,
-        budget=mebibytes * _MIB,
-        limit_mib=mebibytes,
-        plan=plan,
-    )
-    budget, found = runner.within(task, plain["peak"])
-    return _row(f"remat, {100 * budget / plain['peak']:.0f} %", found, plain, budget)
+    task = runner.budgeted(asked.model, share * plain["peak"], asked.steps)
+    task, found = runner.within(task, plain["peak"])
+    assert task.budget is not None
+    return _row(f"remat, {100 * task.budget / plain['peak']:.0f} %", found, plain, task.budget)
 
 
 def _row(
@@ -134,16 +126,13 @@ def _row(
 
 
 def _line(row: Row) -> dict[str, Any]:
-    def shown(value: float | None, unit: float, form: str) -> str | None:
-        return None if value is None else format(value / unit, form)
-
     return {
         "way": row.way,
-        "peak, MiB": shown(row.peak, _MIB, ".0f"),
-        "% of plain": shown(row.peak_share, 0.01, ".0f"),
-        "s a step": shown(row.seconds, 1, ".2f"),
-        "x plain": shown(row.slower, 1, ".2f"),
-        "predicted overhead, %": shown(row.predicted, 0.01, ".1f"),
+        "peak, MiB": given(row.peak, ".0f", _MIB),
+        "% of plain": given(row.peak_share, ".0f", 0.01),
+        "s a step": given(row.seconds, ".2f"),
+        "x plain": given(row.slower, ".2f"),
+        "predicted overhead, %": given(row.predicted, ".1f", 0.01),
         "": row.message[:160] if row.message else "",
     }
 

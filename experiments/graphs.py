@@ -20,7 +20,7 @@ import math
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -307,6 +307,14 @@ def graph_file(name: str, folder: Path) -> Path:
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr}")
     return path
+
+
+def graph_files(parser: argparse.ArgumentParser, names: Sequence[str], folder: Path) -> list[Path]:
+    """The files of the graphs that a command names; ends it if a name is not known."""
+    try:
+        return [graph_file(name, folder) for name in names]
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def main() -> None:

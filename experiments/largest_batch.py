@@ -24,7 +24,6 @@ was killed goes on where it stopped.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -35,7 +34,7 @@ from matplotlib.figure import Figure
 
 from remat.solvers import Graph, Status, simulate, solve
 
-from .accounting import ACCOUNTINGS, layer_graph, step_graph
+from .accounting import ACCOUNTINGS, forward_share, layer_graph, step_graph
 from .networks import NETWORKS
 from .pictures import COLOURS
 from .tables import begin, command, machine, remembered, show, write_csv
@@ -247,11 +246,9 @@ class _Judge:
             raise KeyboardInterrupt
         if result.schedule is not None:
             self._latest = graph, result.schedule
-        first = next(index for index, node in enumerate(graph.nodes) if node.backward)
-        forward = math.fsum(node.cost for node in graph.nodes[:first])
         return Verdict(
             batch=batch,
-            allowed=forward / graph.cost,
+            allowed=forward_share(graph),
             overhead=result.overhead,
             bound=result.lower_bound / graph.cost - 1,
             status=str(result.status),

@@ -30,28 +30,20 @@ on for every process.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
-import json
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from remat.solvers.graph import write_json
-
 from .models import CASES, LARGE, TRAINED
-from .process import Task, run
-from .tables import machine, write_csv
+from .process import Runner, Task
+from .tables import begin, command, given, machine, write_csv
 
 _MIB = 2**20
 _BUDGETS = ("0.7", "0.5", "0.35", "least")
 _LARGE_BUDGET = "0.5"
 _TIMEOUT = 1800.0  # seconds
-_SEARCH_STEP = 1.02  # upwards, for the least budget
-_SEARCHES = 6
 
 # What the project set out to show: medians over the networks.
 _OVERHEAD_TARGETS = {"0.7": 0.04, "0.5": 0.10, "0.35": 0.18}
@@ -126,49 +118,9 @@ class Row:
     message: str = ""
 
 
-class Runner:
-    """Runs tasks, or reads what they gave when they ran before."""
-
-    def __init__(self, folder: Path, steps: int, repeats: int) -> None:
-        self.folder = folder
-        self.steps = steps
-        self.repeats = repeats
-        for name in ("results", "logs", "plans"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
-
-    def result(self, kind: str, model: str, **options: Any) -> dict[str, Any]:
-        """What the task gives; see ``process.run``."""
-        task = Task(kind, model, steps=self.steps, **options)
-        details = {**options, "steps": self.steps, "size": CASES[model].size.replace(" ", "")}
-        if "plan" in options:
-            details["plan"] = Path(options["plan"]).stem
-        name = "-".join([model, kind, *(f"{key}={value}" for key, value in details.items())])
-        file = self.folder / "results" / f"{name}.json"
-        if not file.exists():
-            print(f"  {name} ...", end=" ", flush=True)
-            result = run(task, timeout=_TIMEOUT, log=self.folder / "logs" / f"{name}.log")
-            print(f"{result['status']}, {result['seconds']:.0f} s", flush=True)
-            write_json({**result, "task": asdict(task), "date": _today()}, file)
-        return json.loads(file.read_text(encoding="utf-8"))
-
-    def plan_path(self, model: str, budget: int) -> str:
-        """Where the plan for a network and a budget is."""
-        return str((self.folder / "plans" / f"{model}-{budget}.plan.json").resolve())
-
-    def budgeted(self, model: str, mebibytes: int) -> dict[str, Any]:
-        """Compiles and trains within a budget of whole MiB."""
-        budget = mebibytes * _MIB
-        plan = self.plan_path(model, budget)
-        return self.result("budgeted", model, budget=budget, limit_mib=mebibytes, plan=plan)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the experiment; 1 if a process broke down, or took more than its budget."""
-    parser = argparse.ArgumentParser(
-        "python -m experiments.measured_step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("measured_step", __doc__)
     parser.add_argument("--models", nargs="+", choices=CASES, default=[*TRAINED, *LARGE])
     parser.add_argument(
         "--budgets",
@@ -183,7 +135,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--repeats", type=int, default=3, help="processes for the plain peak (default: 3)"
     )
     parser.add_argument("--exact", action="store_true", help="compare bit for bit as well")
-    parser.add_argument("--out", type=Path, default=Path("out/measured_step"), metavar="DIR")
     asked = parser.parse_args(arguments)
     for budget in asked.budgets:
         if budget != "least" and not _is_share(budget):
@@ -191,14 +142,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.steps < 1 or asked.repeats < 1:
         parser.error("--steps and --repeats must be at least 1")
 
-    for key, value in _machine().items():
-        print(f"{key}: {value}")
-    runner = Runner(asked.out, asked.steps, asked.repeats)
+    begin(asked.out)
+    runner = Runner(asked.out, "experiments.child", _TIMEOUT)
     rows: list[Row] = []
     for model in asked.models:
         print(f"\n{model} ({CASES[model].size})")
         for budget in [_LARGE_BUDGET] if model in LARGE else asked.budgets:
-            rows.append(_row(runner, model, budget, asked.exact))
+            rows.append(_row(runner, asked, model, budget))
             _save(rows, asked.out / "table.csv")
     print("\n" + table(rows))
     print("\n" + targets(rows))
@@ -213,14 +163,17 @@ def _is_share(text: str) -> bool:
         return False
 
 
-def _row(runner: Runner, model: str, budget_text: str, exact: bool) -> Row:
+def _row(runner: Runner, asked: argparse.Namespace, model: str, budget_text: str) -> Row:
     """Everything about one network within one budget."""
     values: dict[str, Any] = {
         "model": model,
         "size": CASES[model].size,
         "budget_text": budget_text,
     }
-    plain = [runner.result("plain", model, repeat=i) for i in range(runner.repeats)]
+    plain = [
+        runner.result(Task("plain", model, steps=asked.steps, repeat=number))
+        for number in range(asked.repeats)
+    ]
     broken = [result for result in plain if result["status"] != "done"]
     if broken:
         return Row(**values, message=f"plain step: {broken[0]['message']}")
@@ -231,15 +184,17 @@ def _row(runner: Runner, model: str, budget_text: str, exact: bool) -> Row:
         "resident_share": plain[0]["resident"] / peak,
     }
     if budget_text == "least":
-        mebibytes = _least(runner, model)
-        if isinstance(mebibytes, str):
-            return Row(**values, message=mebibytes)
+        hopeless = runner.result(Task("floor", model))
+        if hopeless["status"] != "infeasible":
+            return Row(**values, message=f"least budget: {hopeless['message']}")
+        # Whole MiB, and not less.
+        least = runner.budgeted(model, hopeless["least_budget"] + _MIB - 1, asked.steps)
+        task, found = runner.within(least, peak)
     else:
-        mebibytes = int(float(budget_text) * peak / _MIB)
-    budget = mebibytes * _MIB
-    values |= {"budget": budget, "budget_share": budget / peak}
-
-    found = runner.budgeted(model, mebibytes)
+        task = runner.budgeted(model, float(budget_text) * peak, asked.steps)
+        found = runner.result(task)
+    assert task.budget is not None
+    values |= {"budget": task.budget, "budget_share": task.budget / peak}
     values["status"] = found["status"]
     if found["status"] != "done":
         values |= {"message": found["message"], "floor": found.get("floor")}
@@ -258,13 +213,19 @@ def _row(runner: Runner, model: str, budget_text: str, exact: bool) -> Row:
     }
     if model in LARGE:
         return Row(**values)
-    return Row(**_behaviour(runner, model, budget, 2 * peak, exact, values))
+    return Row(**_behaviour(runner, task, 2 * peak, asked.exact, values))
 
 
 def _behaviour(
-    runner: Runner, model: str, budget: int, ample: int, exact: bool, values: dict[str, Any]
+    runner: Runner, task: Task, ample: int, exact: bool, values: dict[str, Any]
 ) -> dict[str, Any]:
-    """Adds time and results, both against the plain step's."""
+    """Adds time and results, both against the plain step's.
+
+    Args:
+      task: that made the plan.
+      ample: bytes in which the plain step fits as well.
+      values: of the row.
+    """
     problems = [values["message"]] if values["message"] else []
 
     def use(what: str, result: Mapping[str, Any], found: Mapping[str, str]) -> None:
@@ -278,17 +239,17 @@ def _behaviour(
                 value = value[key]
             values[name] = value
 
-    plan = runner.plan_path(model, budget)
-    lowering = runner.result("timed", model, budget=ample)
+    timing = replace(task, kind="timed", budget=ample, limit_mib=None)
+    lowering = runner.result(replace(timing, plan=None))
     use("lowered without recomputation", lowering, {"lowering": "ratio"})
-    timed = runner.result("timed", model, budget=ample, plan=plan)
+    timed = runner.result(timing)
     use("timed", timed, {"overhead_measured": "ratio"})
     if timed["status"] == "done":
         values["overhead_measured"] -= 1
         values["plain_seconds"] = statistics.median(timed["plain_seconds"])
     use(
         "compared as users run",
-        runner.result("compared", model, budget=ample, plan=plan),
+        runner.result(replace(timing, kind="compared")),
         {
             "difference": "remat.largest",
             "plain_difference": "plain.largest",
@@ -299,7 +260,7 @@ def _behaviour(
     if exact:
         use(
             "compared bit for bit",
-            runner.result("compared", model, budget=budget, exact=True),
+            runner.result(replace(task, kind="compared", limit_mib=None, plan=None, exact=True)),
             {
                 "differing": "remat.differing",
                 "plain_differing": "plain.differing",
@@ -308,20 +269,6 @@ def _behaviour(
             },
         )
     return {**values, "message": "; ".join(problems)}
-
-
-def _least(runner: Runner, model: str) -> int | str:
-    """The least budget found to work, in MiB, or what is in the way of finding it."""
-    hopeless = runner.result("floor", model)
-    if hopeless["status"] != "infeasible":
-        return f"least budget: {hopeless['message']}"
-    mebibytes = -(-hopeless["least_budget"] // _MIB)
-    for _ in range(_SEARCHES):
-        found = runner.budgeted(model, mebibytes)
-        if found["status"] != "infeasible":
-            break
-        mebibytes = max(-(-found["least_budget"] // _MIB), int(mebibytes * _SEARCH_STEP) + 1)
-    return mebibytes
 
 
 def table(rows: Iterable[Row]) -> str:
@@ -346,26 +293,20 @@ def table(rows: Iterable[Row]) -> str:
         if row.predicted is not None and row.measured is not None:
             error = 100 * (row.predicted / row.measured - 1)
         line = (
-            f"{row.budget_text:>13}{_in(row.budget, _MIB, '7.0f')}"
-            f"{_in(row.budget_share, 0.01, '6.1f')}"
-            f"{_in(row.predicted, _MIB, '10.0f')}{_in(row.measured, _MIB, '9.0f')}"
-            f"{_in(error, 1, '+9.1f')}{_in(row.overhead_predicted, 0.01, '10.1f')}"
-            f"{_in(row.overhead_measured, 0.01, '7.1f')}{_in(row.lowering, 1, '9.3f')}"
-            f"{_in(row.differing, 1, '11.0f')}{_in(row.difference, 1, '10.0e')}"
-            f"{_in(row.plain_difference, 1, '9.0e')}"
-            f"{_in(row.compile_seconds, 1, '9.0f')}{_in(row.host_peak, _MIB, '7.0f')}"
+            f"{row.budget_text:>13}{given(row.budget, '7.0f', _MIB)}"
+            f"{given(row.budget_share, '6.1f', 0.01)}"
+            f"{given(row.predicted, '10.0f', _MIB)}{given(row.measured, '9.0f', _MIB)}"
+            f"{given(error, '+9.1f')}{given(row.overhead_predicted, '10.1f', 0.01)}"
+            f"{given(row.overhead_measured, '7.1f', 0.01)}{given(row.lowering, '9.3f')}"
+            f"{given(row.differing, '11.0f')}{given(row.difference, '10.0e')}"
+            f"{given(row.plain_difference, '9.0e')}"
+            f"{given(row.compile_seconds, '9.0f')}{given(row.host_peak, '7.0f', _MIB)}"
         )
         verdict = "over budget" if _over(row) else "" if row.status == "done" else row.status
         lines.append(f"{line}  {verdict}".rstrip())
         if row.message:
             lines.append(f"{'':15}{row.message}")
     return "\n".join(lines)
-
-
-def _in(value: float | None, unit: float, form: str) -> str:
-    if value is None:
-        return f"{'-':>{re.sub('[^0-9].*', '', form.lstrip('+'))}}"
-    return f"{value / unit:{form}}"
 
 
 def _over(row: Row) -> bool:
@@ -417,19 +358,8 @@ def _verdict(
     return [f"{what}: {name} of {len(values)} is {reached:.4g}, target {target:g}: {verdict}"]
 
 
-def _machine() -> dict[str, str | int]:
-    """What the figures depend on."""
-    names = ("tensorflow", "keras")
-    frameworks = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
-    return {**machine(), "frameworks": frameworks, "date": _today()}
-
-
-def _today() -> str:
-    return datetime.date.today().isoformat()
-
-
 def _save(rows: Sequence[Row], path: Path) -> None:
-    write_csv([{**asdict(row), **_machine()} for row in rows], path)
+    write_csv([{**asdict(row), **machine()} for row in rows], path)
 
 
 if __name__ == "__main__":

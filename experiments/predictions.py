@@ -33,7 +33,7 @@ from typing import Any
 
 from .models import CASES, FURTHER, TRAINED
 from .process import Runner, Task
-from .tables import begin, command, machine, write_csv
+from .tables import begin, command, given, machine, write_csv
 
 _MIB = 2**20
 _SHARES = (0.7, 0.5, 0.35)
@@ -136,7 +136,6 @@ class _Cases:
         self.runner = Runner(folder, "experiments.predictions_child", _TIMEOUT)
         self.runs = runs
         self.steps = steps
-        (folder / "plans").mkdir(parents=True, exist_ok=True)
 
     def row(self, model: str, share: float) -> Row:
         """Everything about one network within one budget."""
@@ -145,7 +144,8 @@ class _Cases:
         if plain["status"] != "done":
             return replace(row, message=f"plain step: {plain['message']}")
         peak = plain["peak"]
-        task, first = self._first(model, int(share * peak), peak)
+        task = self.runner.budgeted(model, share * peak, self.steps)
+        task, first = self.runner.within(task, peak)
         assert task.budget is not None
         row = replace(
             row,
@@ -175,29 +175,6 @@ class _Cases:
             overhead_predicted=first["overhead"],
             price_seconds=first["stage_seconds"]["price"],
             compile_seconds=first["compile_seconds"],
-        )
-
-    def _first(self, model: str, budget: int, peak: int) -> tuple[Task, dict[str, Any]]:
-        """The first run within the budget, or the least above it that works."""
-        task = self._budgeted(model, budget)
-        found = self.runner.result(task)
-        if found["status"] == "infeasible":
-            assert task.budget is not None
-            least = min(max(found["least_budget"], int(1.03 * task.budget)), peak)
-            task = self._budgeted(model, least + _MIB)
-            found = self.runner.result(task)
-        return task, found
-
-    def _budgeted(self, model: str, budget: int) -> Task:
-        mebibytes = budget // _MIB
-        plan = self.runner.folder / "plans" / f"{model}-{mebibytes}MiB.json"
-        return Task(
-            "budgeted",
-            model,
-            steps=self.steps,
-            budget=mebibytes * _MIB,
-            limit_mib=mebibytes,
-            plan=str(plan.resolve()),
         )
 
 
@@ -251,13 +228,14 @@ def table(rows: Sequence[Row]) -> str:
     ]
     for row in rows:
         lines.append(
-            f"{row.model:17}{_in(row.budget, _MIB, '6.0f')}{_in(row.budget_share, 0.01, '6.1f')}"
-            f"{_in(row.predicted, _MIB, '10.1f')}{_in(row.measured, _MIB, '10.1f')}"
-            f"{_in(row.error, 0.01, '8.2f')}{_in(row.lowest, 0.01, '7.2f')}"
+            f"{row.model:17}{given(row.budget, '6.0f', _MIB)}"
+            f"{given(row.budget_share, '6.1f', 0.01)}"
+            f"{given(row.predicted, '10.1f', _MIB)}{given(row.measured, '10.1f', _MIB)}"
+            f"{given(row.error, '8.2f', 0.01)}{given(row.lowest, '7.2f', 0.01)}"
             f"{f'{row.runs}/{row.runs + row.broken}':>6}{row.squeezed or '-':>13.13}"
-            f"{_in(row.overhead_predicted, 0.01, '10.1f')}"
-            f"{_in(row.overhead_measured, 0.01, '8.1f')}{_in(row.lowering, 1, '9.3f')}"
-            f"{_in(row.compile_seconds, 1, '9.0f')}"
+            f"{given(row.overhead_predicted, '10.1f', 0.01)}"
+            f"{given(row.overhead_measured, '8.1f', 0.01)}{given(row.lowering, '9.3f')}"
+            f"{given(row.compile_seconds, '9.0f')}"
             f"{'' if row.status == 'done' else '  ' + row.status}"
         )
         if row.message:
@@ -336,10 +314,6 @@ def _is_too_low(row: Row) -> bool:
 
 def _verdict(met: bool) -> str:
     return "met" if met else "MISSED"
-
-
-def _in(value: float | None, unit: float, form: str) -> str:
-    return f"{'-':>{form.split('.')[0]}}" if value is None else f"{value / unit:{form}}"
 
 
 if __name__ == "__main__":

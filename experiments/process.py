@@ -7,6 +7,7 @@ has a process of its own, whose end is part of the result.
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import signal
@@ -15,15 +16,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, replace
+from dataclasses import KW_ONLY, MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from remat.solvers import InfeasibleBudgetError
-from remat.solvers.graph import write_json
+from remat.solvers.files import write_json
 
-_SEARCHES = 6  # budgets tried, at most, for one that is feasible
-_STEP = 1.03  # upwards
+_SEARCHES = 6  # budgets tried above an infeasible one, at most
+_STEP = 1.02  # upwards
 _MIB = 2**20
 _REPOSITORY = Path(__file__).parent.parent
 
@@ -78,22 +79,27 @@ class Runner:
 
     def result(self, task: Task) -> dict[str, Any]:
         """What ``run`` gives, or gave."""
-        for name in ("results", "logs"):
+        for name in ("results", "logs", "plans"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        plan = None if task.plan is None else Path(task.plan).stem
-        what = (task.model, task.batch, task.kind, task.budget, task.share)
-        parts = (*what, plan, task.repeat or None)
-        name = "-".join(str(part) for part in parts if part is not None)
+        name = _name(task)
         file = self.folder / "results" / f"{name}.json"
         if not file.exists():
             print(f"  {name} ...", end=" ", flush=True)
             log = self.folder / "logs" / f"{name}.log"
             found = run(task, timeout=self.timeout, log=log, module=self.module)
             print(f"{found['status']}, {found['seconds']:.0f} s", flush=True)
-            write_json({**found, "task": asdict(task)}, file)
+            date = datetime.date.today().isoformat()
+            write_json({**found, "task": asdict(task), "date": date}, file)
         return json.loads(file.read_text(encoding="utf-8"))
 
-    def within(self, task: Task, ceiling: int) -> tuple[int, dict[str, Any]]:
+    def budgeted(self, model: str, budget: float, steps: int) -> Task:
+        """To train within a budget (bytes; of it whole MiB), as hard limit, and save the plan."""
+        mebibytes = int(budget / _MIB)
+        budget = mebibytes * _MIB
+        plan = self._plan(model, budget)
+        return Task("budgeted", model, steps=steps, budget=budget, limit_mib=mebibytes, plan=plan)
+
+    def within(self, task: Task, ceiling: int) -> tuple[Task, dict[str, Any]]:
         """The result within the task's budget, or the least found to work above it.
 
         Args:
@@ -102,18 +108,26 @@ class Runner:
           ceiling: bytes above which that is not believed.
 
         Returns:
-          The budget in bytes, and what the task gave.
+          The task with that budget, and what it gave.
         """
         assert task.budget is not None
-        budget = task.budget
+        found = self.result(task)
         for _ in range(_SEARCHES):
-            limit = None if task.limit_mib is None else budget // _MIB
-            found = self.result(replace(task, budget=budget, limit_mib=limit))
             if found["status"] != "infeasible":
                 break
-            budget = max(int(budget * _STEP), min(found["least_budget"], ceiling))
+            budget = max(int(task.budget * _STEP), min(found["least_budget"], ceiling))
             budget = -(-budget // _MIB) * _MIB
-        return budget, found
+            task = replace(
+                task,
+                budget=budget,
+                limit_mib=None if task.limit_mib is None else budget // _MIB,
+                plan=None if task.plan is None else self._plan(task.model, budget),
+            )
+            found = self.result(task)
+        return task, found
+
+    def _plan(self, model: str, budget: int) -> str:
+        return str((self.folder / "plans" / f"{model}-{budget // _MIB}MiB.json").resolve())
 
 
 def run(
@@ -159,6 +173,16 @@ def run(
         else:
             result = {"status": "failed", "message": _ending(code, timeout, log)}
     return {**result, "seconds": time.monotonic() - started}
+
+
+def _name(task: Task) -> str:
+    """The task, as far as it says more than a task must, for the name of a file."""
+    parts = [task.model, task.kind]
+    for field in fields(Task):
+        value = getattr(task, field.name)
+        if field.default not in (MISSING, value):
+            parts.append(f"{field.name}={Path(value).stem if isinstance(value, str) else value}")
+    return "-".join(parts)
 
 
 def serve(kinds: Mapping[str, Callable[[Task], Mapping[str, Any]]], arguments: list[str]) -> None:

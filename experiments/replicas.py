@@ -14,14 +14,12 @@ share the allocator of the CPU, so the memory is that of both.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from .process import Runner, Task
-from .tables import write_csv
+from .tables import command, write_csv
 
 _TIMEOUT = 1800.0  # seconds
 _MIB = 2**20
@@ -52,15 +50,10 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the experiment; 1 if a training differed or broke down."""
-    parser = argparse.ArgumentParser(
-        "python -m experiments.replicas",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("replicas", __doc__)
     parser.add_argument("--depth", type=int, default=40, help="layers (default: 40)")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5])
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=Path("out/replicas"), metavar="DIR")
     asked = parser.parse_args(arguments)
     if (asked.depth - 4) % 6 or asked.depth < 10:
         parser.error("--depth must be 10, 16, 22, ...: three blocks of pairs, and four more")
@@ -71,13 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def results(share: float | None) -> list[dict[str, Any]]:
         return [
             runner.result(
-                Task(
-                    f"{asked.steps}_steps" + ("_exact" if exact else ""),
-                    str(asked.depth),
-                    steps=asked.steps,
-                    share=share,
-                    exact=exact,
-                )
+                Task("train", str(asked.depth), steps=asked.steps, share=share, exact=exact)
             )
             for exact in (False, True)
         ]

@@ -5,11 +5,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -18,10 +14,9 @@ import tensorflow as tf
 from keras import layers
 
 import remat
-from remat.solvers.graph import write_json
 
-from .process import Task
-from .zoo_child import Clock
+from .process import Task, serve
+from .watched import Clock, digest
 
 BATCH = 64  # over both replicas
 _GROWTH = 12  # channels that a layer adds
@@ -55,6 +50,8 @@ def train(task: Task) -> dict[str, Any]:
       (the median without the first two), ``losses``, ``averages`` (a digest of
       the BatchNormalization statistics) and ``digest`` (of everything moved).
     """
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     keras.utils.set_random_seed(0)
     generator = np.random.default_rng(0)
@@ -74,8 +71,8 @@ def train(task: Task) -> dict[str, Any]:
         "peak": clock.peak,
         "step_seconds": sorted(clock.seconds[2:])[(len(clock.seconds) - 2) // 2],
         "losses": history.history["loss"],
-        "averages": _digest(averages),
-        "digest": _digest([*model.variables, *model.optimizer.variables]),
+        "averages": digest(averages),
+        "digest": digest([*model.variables, *model.optimizer.variables]),
     }
     if task.share is not None:
         plans = model.remat.plans
@@ -84,26 +81,5 @@ def train(task: Task) -> dict[str, Any]:
     return found
 
 
-def _digest(variables: Sequence[Any]) -> str:
-    digest = hashlib.sha256()
-    for variable in variables:
-        digest.update(np.array(variable).tobytes())
-    return digest.hexdigest()
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Runs one task and writes what it found."""
-    task = Task(**json.loads(arguments[0]))
-    (cpu,) = tf.config.list_physical_devices("CPU")
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-    if task.exact:
-        tf.config.experimental.enable_op_determinism()
-    try:
-        found = train(task)
-    except remat.InfeasibleBudgetError as error:
-        found = {"status": "infeasible", "message": str(error)}
-    write_json(found, Path(arguments[1]))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    serve({"train": train}, sys.argv[1:])

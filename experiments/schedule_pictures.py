@@ -27,7 +27,7 @@ from remat.solvers import Graph, load_graph, simulate, solve
 from remat.solvers.budget import format_bytes, parse_budget
 from remat.solvers.schedule import Schedule
 
-from .graphs import graph_file
+from .graphs import graph_files
 from .tables import begin, command
 
 _GRAPHS = ("layers:U-Net:32",)
@@ -55,10 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     asked = parser.parse_args(arguments)
     begin(asked.out)
-    try:
-        paths = [graph_file(name, asked.out) for name in asked.graphs]
-    except ValueError as error:
-        parser.error(str(error))
+    paths = graph_files(parser, asked.graphs, asked.out)
     for path in paths:
         graph = load_graph(path)
         budget = parse_budget(asked.budget, simulate(graph, range(len(graph))).peak)

@@ -41,9 +41,9 @@ from remat.solvers.floor import memory_floor
 from remat.solvers.method import Monitor
 from remat.solvers.solving import METHODS
 
-from .graphs import graph_file
+from .graphs import graph_file, graph_files
 from .pictures import styles
-from .tables import machine, remembered, write_csv
+from .tables import begin, command, machine, remembered, write_csv
 
 _BUDGETS = ("90%", "80%", "70%")
 _SOLVERS = tuple(METHODS)
@@ -119,11 +119,7 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the experiment that the command line asks for."""
-    parser = argparse.ArgumentParser(
-        "python -m experiments.solver_quality",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("solver_quality", __doc__)
     parser.add_argument("graphs", nargs="*", metavar="GRAPH", help="GRAPH.json, or KIND-SIZE")
     parser.add_argument("--ratios", action="store_true", help="Checkmate's Table 2")
     parser.add_argument("--scale", action="store_true", help="growth with the size of the graph")
@@ -141,19 +137,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--sizes", nargs="+", type=int, default=_SCALE_SIZES, help="nodes, for --scale"
     )
-    parser.add_argument("--out", type=Path, default=Path("out/solver_quality"), metavar="DIR")
     asked = parser.parse_args(arguments)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    print("\n".join(f"{key}: {value}" for key, value in machine().items()), end="\n\n")
+    begin(asked.out)
     if asked.scale:
         _scale(asked)
         return
     if not asked.graphs:
         parser.error("name at least one graph, or use --scale")
-    try:
-        asked.graphs = [graph_file(name, asked.out) for name in asked.graphs]
-    except ValueError as error:
-        parser.error(str(error))
+    asked.graphs = graph_files(parser, asked.graphs, asked.out)
     if asked.ratios:
         _ratios(asked)
     else:

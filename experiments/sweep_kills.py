@@ -12,7 +12,6 @@ were there when the sweep was killed must be there unchanged.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import shutil
@@ -27,7 +26,7 @@ from remat.solvers import Plan, load_graph, save_graph
 from remat.sweep import FAILED, Row, Store
 
 from .graphs import generate
-from .tables import machine, write_csv
+from .tables import command, machine, write_csv
 
 _BUDGETS = ("90%", "80%", "70%")
 _SOLVERS = ("moments", "chen_greedy", "griewank", "feng_huang")
@@ -71,14 +70,9 @@ class Outcome:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the experiment; returns 1 if anything was lost."""
-    parser = argparse.ArgumentParser(
-        "python -m experiments.sweep_kills",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("sweep_kills", __doc__)
     per_graph = len(_BUDGETS) * len(_SOLVERS)
     parser.add_argument("--jobs", type=int, default=300, help=f"a multiple of {per_graph}")
-    parser.add_argument("--out", type=Path, default=Path("out/sweep_kills"), metavar="DIR")
     asked = parser.parse_args(arguments)
     if asked.jobs < per_graph or asked.jobs % per_graph:
         parser.error(f"--jobs must be a multiple of {per_graph}")

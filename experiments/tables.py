@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import argparse
 import csv
+import datetime
 import importlib.metadata
 import json
-import os
 import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from remat.solvers.graph import write_json
+from remat.solvers.files import write_json, written
 from remat.solvers.solving import available_processors
 
 
 def machine() -> dict[str, str | int]:
-    """What the figures depend on: processor, cores and versions."""
-    names = ("remat-tf", "numpy", "scipy", "numba", "cylp", "ortools")
+    """What the figures depend on: processor, cores, versions and day."""
+    names = ("remat-tf", "tensorflow", "keras", "numpy", "scipy", "numba", "cylp", "ortools")
     versions = [f"Python {platform.python_version()}"]
     for name in names:
         try:
@@ -32,6 +32,7 @@ def machine() -> dict[str, str | int]:
         "cpu": models[0] if models else platform.processor(),
         "cores": available_processors(),
         "versions": ", ".join(versions),
+        "date": datetime.date.today().isoformat(),
     }
 
 
@@ -59,12 +60,10 @@ def begin(out: Path) -> None:
 
 def write_csv(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Writes a table; the old file stays whole until the new one is."""
-    temporary = path.with_suffix(".tmp")
-    with open(temporary, "w", newline="", encoding="utf-8") as file:
+    with written(path) as file:
         table = csv.DictWriter(file, lines[0])
         table.writeheader()
         table.writerows(lines)
-    os.replace(temporary, path)
 
 
 def remembered(path: Path, find: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
@@ -76,6 +75,13 @@ def remembered(path: Path, find: Callable[[], Mapping[str, Any]]) -> dict[str, A
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(find(), path)
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def given(value: float | None, form: str, unit: float = 1.0) -> str:
+    """A figure in its unit; "-", as wide as the format says, if there is none."""
+    if value is None:
+        return f"{'-':>{re.sub('[^0-9].*', '', form.lstrip('+'))}}"
+    return format(value / unit, form)
 
 
 def show(lines: Sequence[Mapping[str, Any]]) -> str:

@@ -16,7 +16,6 @@ the steps whose loss is not that of the plain training to the last bit, and
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +25,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from .process import Runner, Task
-from .tables import write_csv
+from .tables import command, write_csv
 
 MODELS = ("gan", "vae", "siamese", "unet", "transformer", "lstm")
 
@@ -74,20 +73,15 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the experiment; 1 if a training differed, went over its budget or broke down."""
-    parser = argparse.ArgumentParser(
-        "python -m experiments.trainings",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("trainings", __doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, metavar="NAME")
     parser.add_argument("--steps", type=int, default=_STEPS)
-    parser.add_argument("--out", type=Path, default=Path("out/trainings"), metavar="DIR")
     asked = parser.parse_args(arguments)
     if asked.steps < 1:
         parser.error("--steps must be at least 1")
     if importlib.util.find_spec("sklearn") is None:
         parser.error("the digits are scikit-learn's: pip install '.[experiments]'")
-    runner = Runner(asked.out / f"{asked.steps}_steps", "experiments.trainings_child", _TIMEOUT)
+    runner = Runner(asked.out, "experiments.trainings_child", _TIMEOUT)
     rows: list[Row] = []
     curves: dict[str, tuple[Any, Any]] = {}
     for model in asked.models:
@@ -97,7 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             task = Task(
                 "train", model, steps=asked.steps, budget=int(_SHARE * plain["peak"]), exact=True
             )
-            budget, found = runner.within(task, plain["peak"])
+            task, found = runner.within(task, plain["peak"])
+            budget = task.budget
         rows.append(_row(model, asked.steps, budget, plain, found))
         if rows[-1].status == "done":
             curves[model] = (plain["losses"], found["losses"])

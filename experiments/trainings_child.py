@@ -9,8 +9,6 @@ and the text of this project's licence.  Each case is a function of a budget
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,10 +23,10 @@ from keras import layers, ops
 from sklearn.datasets import load_digits
 
 import remat
-from remat.solvers.graph import write_json
 from remat.step import CompiledStep
 
-from .process import Task
+from .process import Task, serve
+from .watched import digest
 
 _DEVICE = "CPU:0"
 _LICENCE = Path(__file__).parent.parent / "LICENSE"
@@ -326,36 +324,21 @@ TRAININGS = {
 }
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Runs one task and writes what it found."""
-    task = Task(**json.loads(arguments[0]))
-    if task.exact:
-        tf.config.experimental.enable_op_determinism()
+def train(task: Task) -> dict[str, Any]:
+    """One of ``TRAININGS``, within a budget if there is one."""
     keras.utils.set_random_seed(0)
-    try:
-        outcome = TRAININGS[task.model](task.steps, task.budget)
-    except remat.InfeasibleBudgetError as error:
-        found: dict[str, Any] = {
-            "status": "infeasible",
-            "message": str(error),
-            "least_budget": error.least_budget,
-        }
-    else:
-        digest = hashlib.sha256()
-        for variable in outcome.variables:
-            digest.update(np.array(variable).tobytes())
-        plans = [step.plan for step in outcome.steps]
-        found = {
-            "losses": outcome.losses,
-            "peak": outcome.peak,
-            "seconds_first": outcome.seconds[0],
-            "seconds_step": sorted(outcome.seconds)[len(outcome.seconds) // 2],
-            "digest": digest.hexdigest(),
-            "predicted": max((plan.peak for plan in plans), default=None),
-            "recomputations": sum(len(p.schedule) - len(set(p.schedule)) for p in plans),
-        }
-    write_json(found, Path(arguments[1]))
+    outcome = TRAININGS[task.model](task.steps, task.budget)
+    plans = [step.plan for step in outcome.steps]
+    return {
+        "losses": outcome.losses,
+        "peak": outcome.peak,
+        "seconds_first": outcome.seconds[0],
+        "seconds_step": sorted(outcome.seconds)[len(outcome.seconds) // 2],
+        "digest": digest(outcome.variables),
+        "predicted": max((plan.peak for plan in plans), default=None),
+        "recomputations": sum(len(p.schedule) - len(set(p.schedule)) for p in plans),
+    }
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    serve({"train": train}, sys.argv[1:])

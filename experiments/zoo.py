@@ -15,14 +15,12 @@ bit.  Results that are there are not measured again.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from .process import Runner, Task
-from .tables import write_csv
+from .tables import command, given, write_csv
 
 MODELS = (
     "ConvNeXtTiny ConvNeXtSmall ConvNeXtBase ConvNeXtLarge ConvNeXtXLarge "
@@ -76,16 +74,11 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the experiment; 1 if remat was wrong, over budget or broke down anywhere."""
-    parser = argparse.ArgumentParser(
-        "python -m experiments.zoo",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("zoo", __doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, metavar="NAME")
     parser.add_argument(
         "--others", nargs="*", choices=OTHERS, default=OTHERS, help="what to compare with"
     )
-    parser.add_argument("--out", type=Path, default=Path("out/zoo"), metavar="DIR")
     asked = parser.parse_args(arguments)
     runner = Runner(asked.out, "experiments.zoo_child", _TIMEOUT)
     rows: list[Row] = []
@@ -107,10 +100,10 @@ def _rows(model: str, others: Sequence[str], runner: Runner) -> list[Row]:
     rows = [_row(model, "plain", plain, plain, None)]
     if plain["status"] != "done":
         return rows
-    budget, found = runner.within(
+    task, found = runner.within(
         Task("budgeted", model, budget=int(_SHARE * plain["peak"]), exact=True), plain["peak"]
     )
-    rows.append(_row(model, "budgeted", found, plain, budget))
+    rows.append(_row(model, "budgeted", found, plain, task.budget))
     for way in others:
         rows.append(_row(model, way, runner.result(Task(way, model, exact=True)), plain, None))
     return rows
@@ -147,19 +140,16 @@ def table(rows: Sequence[Row]) -> str:
     ]
     for row in rows:
         lines.append(
-            f"{row.model:20}{row.way:18}{_in(row.budget, _MIB, 8)}{_in(row.peak, _MIB, 8)}"
-            f"{_in(row.share, 0.01, 7)}{'-' if row.exact is None else str(row.exact):>7}"
-            f"{_in(row.overhead_predicted, 0.01, 11)}{_in(row.overhead, 0.01, 8)}"
-            f"{_in(row.compile_seconds, 1, 9)}"
+            f"{row.model:20}{row.way:18}{given(row.budget, '8.1f', _MIB)}"
+            f"{given(row.peak, '8.1f', _MIB)}"
+            f"{given(row.share, '7.1f', 0.01)}{'-' if row.exact is None else str(row.exact):>7}"
+            f"{given(row.overhead_predicted, '11.1f', 0.01)}{given(row.overhead, '8.1f', 0.01)}"
+            f"{given(row.compile_seconds, '9.1f')}"
             f"{'' if row.status == 'done' else '  ' + row.status}{'  OVER' if row.over else ''}"
         )
         if row.message:
             lines.append(f"    {row.message[:200]}")
     return "\n".join(lines)
-
-
-def _in(value: float | None, unit: float, width: int) -> str:
-    return f"{'-':>{width}}" if value is None else f"{value / unit:{width}.1f}"
 
 
 if __name__ == "__main__":

@@ -5,12 +5,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -18,30 +14,14 @@ import numpy as np
 import tensorflow as tf
 
 import remat
-from remat.solvers.graph import write_json
+from remat.profile import default_device
 
 from .blocks import Blocks
-from .process import Task
+from .process import Task, serve
+from .watched import Clock, digest
 
 BATCH, BATCHES, EPOCHS, CLASSES = 8, 3, 2, 10
 _SIDES = (32, 64, 75, 96, 128, 224)  # pixels; the smallest that builds is taken
-_DEVICE = "CPU:0"
-
-
-class Clock(keras.callbacks.Callback):
-    """Seconds of every step, and the peak over all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds: list[float] = []
-        self.peak = 0
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._started = time.perf_counter()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.seconds.append(time.perf_counter() - self._started)
-        self.peak = max(self.peak, tf.config.experimental.get_memory_info(_DEVICE)["peak"])
 
 
 def application(name: str) -> keras.Model:
@@ -80,18 +60,15 @@ def fit(model: keras.Model) -> dict[str, Any]:
     model.compile("adam", loss, jit_compile=False)
     clock = Clock()
     keras.utils.set_random_seed(1)
-    tf.config.experimental.reset_memory_stats(_DEVICE)
+    tf.config.experimental.reset_memory_stats(default_device())
     history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[clock])
-    digest = hashlib.sha256()
-    for variable in [*model.variables, *model.optimizer.variables]:
-        digest.update(np.array(variable).tobytes())
     return {
         "side": model.input_shape[1],
         "peak": clock.peak,
         "first_seconds": clock.seconds[0],
         "step_seconds": sorted(clock.seconds[BATCHES:])[BATCHES // 2],
         "losses": history.history["loss"],
-        "digest": digest.hexdigest(),
+        "digest": digest([*model.variables, *model.optimizer.variables]),
     }
 
 
@@ -104,15 +81,7 @@ def budgeted(task: Task) -> dict[str, Any]:
     """Inside a budget, by ``remat.wrap``."""
     assert task.budget is not None
     model = remat.wrap(application(task.model), budget=task.budget)
-    try:
-        result = fit(model)
-    except remat.InfeasibleBudgetError as error:
-        return {
-            "status": "infeasible",
-            "message": str(error),
-            "floor": error.floor,
-            "least_budget": error.least_budget,
-        }
+    result = fit(model)
     (step,) = model.remat.steps
     return {
         **result,
@@ -159,13 +128,5 @@ KINDS: dict[str, Callable[[Task], dict[str, Any]]] = {
 }
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Runs one task and writes what it found."""
-    task = Task(**json.loads(arguments[0]))
-    if task.exact:
-        tf.config.experimental.enable_op_determinism()
-    write_json(KINDS[task.kind](task), Path(arguments[1]))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    serve(KINDS, sys.argv[1:])

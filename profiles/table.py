@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -19,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..solvers.files import written
 from .signature import OpSignature, SignatureError
 
 if TYPE_CHECKING:
@@ -171,19 +171,8 @@ def save_table(table: Table, path: str | os.PathLike[str]) -> None:
     """Writes a table; the old file stays whole until the new one is."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(
-        dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
-    )
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
-            to_frame(table).to_csv(file, index=False)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes it private
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with written(path) as file:
+        to_frame(table).to_csv(file, index=False)
 
 
 def append_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> Table:

@@ -8,7 +8,7 @@ takes over the buffer of an input, and how much scratch memory it asks for.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .arena import GRAIN
@@ -34,12 +34,6 @@ class Corrections:
     def __bool__(self) -> bool:
         return bool(self.takes_over or self.workspace)
 
-    def __or__(self, later: Corrections) -> Corrections:
-        """Both; of two statements about one thing the later one."""
-        return Corrections(
-            {**self.takes_over, **later.takes_over}, {**self.workspace, **later.workspace}
-        )
-
     def apply(self, program: Program) -> Program:
         """The program with its forwards corrected."""
         return replace(program, ops=tuple(self.corrected(op, program) for op in program.ops))
@@ -53,7 +47,13 @@ class Corrections:
         return replace(op, forwards=tuple(slots) if self.takes_over[op.type] else ())
 
 
-NONE = Corrections({}, {})
+def requested_by_op(recorded: Iterable[Allocation]) -> dict[str, Counter[int]]:
+    """How many requests of how many bytes each operation made, small ones left out."""
+    found: dict[str, Counter[int]] = defaultdict(Counter)
+    for allocation in recorded:
+        if allocation.requested >= GRAIN:
+            found[allocation.op][allocation.requested] += 1
+    return found
 
 
 def compare(
@@ -62,7 +62,7 @@ def compare(
     asked: Requests,
     workspace: Mapping[int, int],
     recorded: Sequence[Allocation],
-    earlier: Corrections = NONE,
+    corrected: Collection[int] = (),
 ) -> Corrections:
     """Compares what each event was expected to allocate with what it did.
 
@@ -72,14 +72,11 @@ def compare(
       asked: what they were expected to ask for.
       workspace: bytes of scratch memory that they were expected to ask for.
       recorded: of one run; it may have ended early.
-      earlier: what earlier runs said.  Scratch memory may depend on how many
-        threads were free: the most that was ever asked for counts.
+      corrected: operations whose scratch memory an earlier run corrected.  It may
+        depend on how many threads were free: the most ever asked for counts.
     """
     names = [node_name(program, event) for event in events]
-    measured: dict[str, Counter[int]] = defaultdict(Counter)
-    for allocation in recorded:
-        if allocation.requested >= GRAIN:
-            measured[allocation.op][allocation.requested] += 1
+    measured = requested_by_op(recorded)
     position = {name: at for at, name in enumerate(names)}
     # What was folded into a constant is allocated before its turn.
     order = [position[allocation.op] for allocation in recorded if allocation.op in position]
@@ -107,7 +104,7 @@ def compare(
             outputs = sum(size for size in op.bytes if size >= GRAIN and expected[size])
             scratch = max(0, sum(found.elements()) - outputs)
             known = workspace.get(event.op, 0)
-            if scratch > known or (scratch < known and event.op not in earlier.workspace):
+            if scratch > known or (scratch < known and event.op not in corrected):
                 found_workspace[event.op] = scratch
     certain = {kind: found.pop() for kind, found in takes_over.items() if len(found) == 1}
     corrections = Corrections(certain, found_workspace)

@@ -196,7 +196,7 @@ def _write_plans(rows: list[Row], folder: Path) -> None:
     """A file for each plan, named after its job."""
     import json
 
-    from .solvers.graph import write_json
+    from .solvers.files import write_json
 
     folder.mkdir(parents=True, exist_ok=True)
     for row in rows:
@@ -208,10 +208,11 @@ def _write_plans(rows: list[Row], folder: Path) -> None:
 def _write_csv(rows: list[Row], path: Path) -> None:
     import pandas
 
+    from .solvers.files import written
+
     frame = pandas.DataFrame(rows).drop(columns="plan")
-    temporary = path.with_suffix(".tmp")
-    frame.to_csv(temporary, index=False)
-    temporary.replace(path)
+    with written(path) as file:
+        frame.to_csv(file, index=False)
 
 
 def _summary(rows: list[Row], store: Path) -> str:

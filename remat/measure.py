@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -12,6 +11,7 @@ import tensorflow as tf
 from . import allocator
 from .allocator import Device
 from .arena import GRAIN
+from .calibrate import requested_by_op
 from .lower import node_name
 from .measured import Measured, Operation
 from .memory import requests, simulate
@@ -80,10 +80,7 @@ def measure(
 
     program, events, prices = prepared.program, planned.events, prepared.prices
     asked = requests(program, events, prices.workspace)
-    found: Counter[str] = Counter()
-    for allocation in allocations:
-        if allocation.requested >= GRAIN:
-            found[allocation.op] += allocation.requested
+    found = requested_by_op(allocations)
     operations = []
     for event, taken in zip(events, asked.taken, strict=True):
         op = program.ops[event.op]
@@ -100,7 +97,7 @@ def measure(
                 bytes_predicted=sum(
                     asked.sizes[number] for number in taken if asked.sizes[number] >= GRAIN
                 ),
-                bytes_measured=found[name] if allocations else None,
+                bytes_measured=sum(found[name].elements()) if allocations else None,
             )
         )
     again = [event.copy > 0 and prices.seconds[event.op] > 0 for event in events]

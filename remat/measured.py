@@ -7,18 +7,16 @@ needed here; ``measure`` is what makes one.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .plots import Curve
 from .solvers.budget import format_bytes
-from .solvers.graph import write_json
+from .solvers.files import read_json, write_json
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -176,12 +174,7 @@ class Measured:
           MeasuredError: naming the file and what is wrong with it.
           OSError: if it cannot be read.
         """
-        try:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise MeasuredError(
-                f"{path}: not valid JSON ({error}); is the file truncated?"
-            ) from None
+        document = read_json(path, MeasuredError)
         try:
             return _of_document(document)
         except MeasuredError as error:

@@ -15,10 +15,14 @@ One first fit costs O(blocks^2), with a small constant.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 from numba import njit
+
+from .solvers.solving import available_processors
 
 _STARTS = 40  # orders tried before the walks
 _MOST_DURATION, _MOST_PRESSURE, _MOST_NOISE = 0.6, 8.0, 0.1  # weights beside that of the size
@@ -68,20 +72,25 @@ def pack(
     if not len(sizes):
         return [], 0
     fixed = np.array([*walls], np.int64).reshape(-1, 2)
-    found: list[tuple[int, np.ndarray]] = []
 
-    def walk(order: np.ndarray, moves: int) -> None:
+    def walked(order: np.ndarray, moves: int) -> tuple[int, np.ndarray]:
         addresses, height = _walk(order, sizes, first, last, fixed, capacity, moves, _WORK, seed)
-        found.append((int(height), addresses))
+        return int(height), addresses
 
     orders = _orders(sizes, first, last, seed)
-    for order in orders:
-        walk(order, 0)
-    for number in sorted(range(len(orders)), key=lambda number: found[number][0])[:_WALKS]:
-        if min(height for height, _ in found) <= capacity:
-            break
-        walk(orders[number], _MOVES)
+    found = [walked(order, 0) for order in orders]
     height, addresses = min(found, key=lambda each: each[0])
+    if height > capacity:
+        ranked = sorted(range(len(orders)), key=lambda number: found[number][0])
+        with ThreadPoolExecutor(available_processors()) as pool:
+            for reached, places in pool.map(
+                walked, (orders[number] for number in ranked[:_WALKS]), repeat(_MOVES)
+            ):
+                if reached < height:
+                    height, addresses = reached, places
+                if height <= capacity:  # whatever the others would find
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    break
     return addresses.tolist(), height
 
 
@@ -160,7 +169,7 @@ def _insert(held, count, at, start, end, first, last):  # type: ignore
     held[at, 3] = last
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _walk(order, sizes, first, last, walls, capacity, moves, work, seed):  # type: ignore
     """The addresses and the height of the best order on a walk from one."""
     np.random.seed(seed)

@@ -29,6 +29,7 @@ from .program import Kind, Program, build
 from .solvers import Graph, InfeasibleBudgetError, Plan, PlanError, Result, Status, solve
 from .solvers import simulate as simulate_schedule
 from .solvers.budget import format_bytes
+from .solvers.compiling import ready
 from .solvers.floor import memory_floor
 from .solvers.method import Method
 from .solvers.schedule import ScheduleError
@@ -36,14 +37,15 @@ from .solvers.solving import default_time_limit
 from .split import split_updates
 from .trace import Trace, TraceError, trace
 
-MARGIN = 0.005
-"""Share of the budget left free for what the prediction does not see: small
-host-side tensors and scratch memory that changes from run to run."""
-
-_UNPLACED_MARGIN = 0.015  # the same where the allocator chooses the places
+# Shares of the budget left free for what the prediction does not see: small
+# host-side tensors and scratch memory that changes from run to run ...
+_MARGIN = 0.005
+_UNPLACED_MARGIN = 0.015  # ... and where the allocator chooses the places, ...
+_LEAST_MARGIN = 0.03, 2**19  # ... at least the lower of this share and these bytes
 _SHOWN = 4  # kinds of operations that a summary names
 _ROUNDS = 16  # solves, at most, until the prediction fits
-_FIRST, _AGAIN = 1 / 2, 1 / 6  # shares of the usual time limit: of the first and of the others
+_FIRST, _AGAIN = 1 / 2, 1 / 4  # time limit of the first solve / usual one, of others / first
+_LONGEST = 7.5  # seconds of the first solve
 _MAX_GAP = 0.002  # points that are not worth more seconds of compiling
 _PATIENCE = 8  # of them with small steps
 _OVERFULL = 1.01  # times the budget: what is taken to be needed when memory runs out
@@ -164,7 +166,7 @@ def plain_usage(program: Program, workspace: Mapping[int, int], pool: Pool) -> U
     are close to what it does, the one with the lower peak is taken, so that a
     budget that is a share of it is not larger than it seems.
     """
-    endless = replace(pool, limit=None, layout=None)
+    endless = replace(pool, limit=None, layout=None, quiet=True)
     return min(
         (simulate(asked, endless) for asked in _plain_requests(program, workspace)),
         key=lambda usage: usage.peak,
@@ -236,15 +238,16 @@ def prepare(
     plain = plain_usage(program, prices.workspace, pool)
     # What is large must not depend on prices or on what else the process holds,
     # or a saved plan would not load.
-    unpriced = plain_usage(program, {}, pool_of(program))
-    in_blocks = split_updates(program, unpriced.requested_peak) if split else program
+    resident = pool_of(program).resident
+    unpriced = min(max(asked.timeline(resident)) for asked in _plain_requests(program, {}))
+    in_blocks = split_updates(program, unpriced) if split else program
     if in_blocks is not program:
         program, prices = in_blocks, priced(in_blocks)
     extraction = extract(
         program,
         prices.seconds,
         prices.workspace,
-        plain_peak=unpriced.requested_peak,
+        plain_peak=unpriced,
         resident=pool.resident,
         name=name,
     )
@@ -286,8 +289,8 @@ def make_plan(
       prepared: the step.
       budget: bytes, everything included.
       solver, time_limit, seed, progress: as ``solvers.solve`` takes them; the
-        limit is for the first solve, a third of it for each of the others.
-      ceiling: bytes that the prediction may reach; the budget less ``MARGIN``
+        limit is for the first solve, a quarter of it for each of the others.
+      ceiling: bytes that the prediction may reach; the budget less a margin
         if None.
       start: a schedule to start from.
 
@@ -296,17 +299,17 @@ def make_plan(
     """
     graph = prepared.extraction.graph
     if ceiling is None:
-        ceiling = int(budget * (1 - (MARGIN if prepared.pool.quiet else _UNPLACED_MARGIN)))
+        ceiling = budget - _margin(budget, prepared.pool)
     target, planned, bound = ceiling - _idle(prepared.pool), None, None
     if time_limit is None:
-        time_limit = _FIRST * default_time_limit(graph)
-    again = time_limit * _AGAIN / _FIRST
+        time_limit = min(_LONGEST, _FIRST * default_time_limit(graph))
+        ready()  # what is compiled once must not cost this plan its time
     for number in range(_ROUNDS):
         result = solve(
             graph,
             target,
             solver=solver,
-            time_limit=time_limit if number == 0 else again,
+            time_limit=time_limit if number == 0 else _AGAIN * time_limit,
             max_gap=_MAX_GAP,
             seed=seed + number,
             start=start,
@@ -332,6 +335,14 @@ def make_plan(
         target = int(min(target, result.peak or target) * (1 - step))
     assert planned is not None
     raise infeasible(prepared, budget, planned.needed * budget / ceiling)
+
+
+def _margin(budget: int, pool: Pool) -> int:
+    """Bytes of the budget to leave free."""
+    if pool.quiet:
+        return int(_MARGIN * budget)
+    share, count = _LEAST_MARGIN
+    return int(max(_UNPLACED_MARGIN * budget, min(share * budget, count)))
 
 
 def _idle(pool: Pool) -> int:
@@ -368,7 +379,8 @@ def load_plan(prepared: Prepared, plan: Plan) -> Planned:
     repriced = replace(
         plan, graph=graph.fingerprint, cost=truth.cost, overhead=truth.cost / graph.cost - 1
     )
-    return _carry_out(prepared, repriced, truth.peak, int(plan.budget * (1 - MARGIN)))
+    ceiling = plan.budget - _margin(plan.budget, prepared.pool)
+    return _carry_out(prepared, repriced, truth.peak, ceiling)
 
 
 def corrected(prepared: Prepared, corrections: Corrections) -> Prepared:

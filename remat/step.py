@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from tensorflow.python.framework import op_def_registry
 
 from . import allocator
 from .arena import Pool
-from .calibrate import NONE, Corrections, compare
+from .calibrate import Corrections, compare
 from .lower import held_constants, lower
 from .measure import measure
 from .measured import Measured
@@ -131,43 +132,44 @@ class CompiledStep:
                 traced, program = read(
                     function, input_signature, autograph=autograph, traced_for=traced_for
                 )
-            pool, block = pool_of(program), None
-            if self.device.counted:
-                other = allocator.bytes_in_use(self.device) - sum(pool.held)
-                pool = replace(
-                    pool,
-                    held=(*pool.held, other) if other > 0 else pool.held,
-                    highest=allocator.peak_before_claims(self.device),
-                )
-                budget, _ = self._resolve_budget(plain_usage(program, {}, pool).peak)
-                block = self._claim(pool, budget)
-            with self._timed("price"):
-                self.prepared = prepare(
-                    traced, program, pool, name=name, profile=options.profile, progress=say.line
-                )
-            self.budget, self.budget_source = self._resolve_budget(self.prepared.plain.peak)
-            if block is not None:
-                self._laid = allocator.lay_out(self.device, block, pool, self.budget)
-            if self._laid is not None:
-                # Replicas run side by side.
-                alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
-                quiet = alone and options.quiet is not False
-                pool = replace(pool, layout=self._laid.layout, quiet=quiet)
-                self.prepared = replace(self.prepared, pool=pool)
-            # Made once: two sets of them would not find the same slots.
-            self._constants = held_constants(self.prepared.program)
-            with self._timed("solve"):
-                if options.plan is not None:
-                    self.planned = load_plan(
-                        self.prepared, replace(options.plan, budget=self.budget)
+            with _garbage_kept():
+                pool, block = pool_of(program), None
+                if self.device.counted:
+                    other = allocator.bytes_in_use(self.device) - sum(pool.held)
+                    pool = replace(
+                        pool,
+                        held=(*pool.held, other) if other > 0 else pool.held,
+                        highest=allocator.peak_before_claims(self.device),
                     )
-                else:
-                    self.planned = self._solve(None, say)
-            with self._timed("lower"):
-                self._run = self._lower()
-            if options.check and self.device.counted:
-                with self._timed("check"):
-                    self._check(say)
+                    budget, _ = self._resolve_budget(plain_usage(program, {}, pool).peak)
+                    block = self._claim(pool, budget)
+                with self._timed("price"):
+                    self.prepared = prepare(
+                        traced, program, pool, name=name, profile=options.profile, progress=say.line
+                    )
+                self.budget, self.budget_source = self._resolve_budget(self.prepared.plain.peak)
+                if block is not None:
+                    self._laid = allocator.lay_out(self.device, block, pool, self.budget)
+                if self._laid is not None:
+                    # Replicas run side by side.
+                    alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
+                    quiet = alone and options.quiet is not False
+                    pool = replace(pool, layout=self._laid.layout, quiet=quiet)
+                    self.prepared = replace(self.prepared, pool=pool)
+                # Made once: two sets of them would not find the same slots.
+                self._constants = held_constants(self.prepared.program)
+                with self._timed("solve"):
+                    if options.plan is not None:
+                        self.planned = load_plan(
+                            self.prepared, replace(options.plan, budget=self.budget)
+                        )
+                    else:
+                        self.planned = self._solve(None, say)
+                with self._timed("lower"):
+                    self._run = self._lower()
+                if options.check and self.device.counted:
+                    with self._timed("check"):
+                        self._check(say)
         log.info(
             "budget %s (%s)\n%s", format_bytes(self.budget), self.budget_source, self.plan.summary()
         )
@@ -312,14 +314,14 @@ class CompiledStep:
         if not _reversible(self.prepared.program):
             say.line("not measured before the first step: it has effects beside its variables")
             return
-        known = NONE
+        corrected_before: set[int] = set()
         for trial in range(_TRIALS):
             say.line("measuring one step")
             measured, recorded = self._trial()
             if measured is not None:
                 self.measured_peak = measured
-            corrections = self._compare(recorded, known)
-            known |= corrections
+            corrections = self._compare(recorded, corrected_before)
+            corrected_before |= corrections.workspace.keys()
             if not corrections and measured is not None and measured <= self.budget:
                 break
             # Out of memory does not say by how much: try 5 %.
@@ -382,12 +384,14 @@ class CompiledStep:
                 peak = max(peak, allocator.peak_bytes(self.device))
         return peak, recorded
 
-    def _compare(self, recorded: Sequence[Allocation], known: Corrections) -> Corrections:
+    def _compare(
+        self, recorded: Sequence[Allocation], corrected_before: Collection[int]
+    ) -> Corrections:
         """What a recorded run says about the model of the step's memory."""
         program, events = self.prepared.program, self.planned.events
         workspace = self.prepared.prices.workspace
         asked = requests(program, events, workspace)
-        return compare(program, events, asked, workspace, recorded, known)
+        return compare(program, events, asked, workspace, recorded, corrected_before)
 
     def _lower(self) -> Callable[..., list[tf.Tensor]]:
         planned = self.planned
@@ -551,6 +555,19 @@ def _zeros(program: Program) -> list[tf.Tensor]:
         tf.zeros(program.ops[index].shapes[0], program.ops[index].dtypes[0])
         for index in program.inputs
     ]
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Graphs are millions of objects: looking for garbage among them again and
+    again takes a tenth of the time that compiling takes."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

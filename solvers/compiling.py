@@ -49,6 +49,11 @@ def load(monitor: Monitor) -> Callable[..., None] | None:
         _loading.release()
 
 
+def ready() -> None:
+    """Waits until annealing can start at once: some ten seconds, once after an install."""
+    load(Monitor())
+
+
 def excuse(monitor: Monitor) -> str:
     """Why there was no annealing, if time ran out before it could start."""
     if _loaded.is_set() or monitor.remaining() > 0:

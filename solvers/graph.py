@@ -23,12 +23,12 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
+
+from .files import read_json, write_json
 
 FORMAT = "remat-graph/1"
 
@@ -195,12 +195,7 @@ def load_graph(path: str | os.PathLike[str]) -> Graph:
       GraphError: naming the file and what is wrong with it.
       OSError: if it cannot be read.
     """
-    try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise GraphError(f"{path}: not a text file ({error})") from None
-    except (ValueError, RecursionError) as error:
-        raise GraphError(f"{path}: not valid JSON ({error}); is the file truncated?") from None
+    document = read_json(path, GraphError)
     try:
         return Graph.from_json(document)
     except GraphError as error:
@@ -210,25 +205,6 @@ def load_graph(path: str | os.PathLike[str]) -> Graph:
 def save_graph(graph: Graph, path: str | os.PathLike[str]) -> None:
     """Writes a graph file; the old file stays whole until the new one is."""
     write_json(graph.to_json(), path)
-
-
-def write_json(document: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Writes JSON to a temporary name beside ``path``, then renames it."""
-    path = Path(path)
-    descriptor, temporary = tempfile.mkstemp(
-        dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
-    )
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(document, file, allow_nan=False)
-            file.write("\n")
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes it private
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _adjacency(count: int, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:

@@ -15,16 +15,15 @@ left out; ``lower_bound`` and ``gap`` may be null.
 from __future__ import annotations
 
 import html
-import json
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from .budget import format_bytes
-from .graph import Graph, write_json
+from .files import read_json, write_json
+from .graph import Graph
 from .schedule import Schedule, ScheduleError, simulate
 
 FORMAT = "remat-plan/1"
@@ -182,12 +181,7 @@ class Plan:
           PlanError: naming the file and what is wrong with it.
           OSError: if it cannot be read.
         """
-        try:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise PlanError(f"{path}: not a text file ({error})") from None
-        except (ValueError, RecursionError) as error:
-            raise PlanError(f"{path}: not valid JSON ({error}); is the file truncated?") from None
+        document = read_json(path, PlanError)
         try:
             plan = Plan.from_json(document)
             if graph is not None:

@@ -1,0 +1,55 @@
+"""Reading and writing files: what is read is checked, what is written is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+
+@contextlib.contextmanager
+def written(path: str | os.PathLike[str]) -> Iterator[TextIO]:
+    """A text file to write into; what was at ``path`` stays whole until this is.
+
+    It has a temporary name beside ``path``, and is renamed if nothing went wrong.
+    """
+    path = Path(path)
+    descriptor, temporary = tempfile.mkstemp(
+        dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
+    )
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
+            yield file
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes it private
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def write_json(document: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Writes a JSON file."""
+    with written(path) as file:
+        json.dump(document, file, allow_nan=False)
+        file.write("\n")
+
+
+def read_json(path: str | os.PathLike[str], error: type[ValueError]) -> Any:
+    """Reads a JSON file.
+
+    Raises:
+      error: naming the file, if it is not one.
+      OSError: if it cannot be read.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except UnicodeDecodeError as problem:
+        raise error(f"{path}: not a text file ({problem})") from None
+    except (ValueError, RecursionError) as problem:
+        raise error(f"{path}: not valid JSON ({problem}); is the file truncated?") from None
