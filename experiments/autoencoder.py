@@ -32,7 +32,7 @@ from remat.solvers import Graph, Status, simulate, solve
 from .accounting import forward_share, layer_graph
 from .largest_batch import last_batch
 from .process import Runner, Task
-from .tables import begin, command, given, machine, remembered, show, write_csv
+from .tables import begin, command, ended, given, machine, remembered, show, write_csv
 
 _BATCH = 64  # whose plain memory is what there is
 _NUMBER = 4  # bytes of a float
@@ -237,4 +237,4 @@ def _line(row: Row) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(ended(main))

@@ -30,7 +30,7 @@ from remat.solvers.solving import METHODS
 from .graphs import graph_files
 from .pictures import styles
 from .solver_quality import Row, cells, summarise
-from .tables import begin, command, machine, show, write_csv
+from .tables import begin, command, ended, machine, show, write_csv
 
 _GRAPHS = ("step:VGG16:256", "step:MobileNet:512", "step:U-Net:32")
 _TIME_LIMIT = 2.0  # seconds
@@ -125,4 +125,4 @@ def _shade(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(ended(main))

@@ -24,6 +24,7 @@ from remat.plots import Curve, plot_memory
 
 from .models import CASES
 from .process import Task, run
+from .tables import ended
 
 _MIB = 2**20
 _MODEL = "UNet"
@@ -149,4 +150,4 @@ def _difference_text(difference: float) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(ended(main))

@@ -29,7 +29,7 @@ from remat.solvers.budget import parse_budget
 from . import largest_batch_measured, predictions
 from .models import CASES, FURTHER, TRAINED
 from .process import Runner, Task
-from .tables import begin, command
+from .tables import begin, command, ended
 
 PARTS = ("profile", "predictions", "largest")
 
@@ -96,4 +96,4 @@ def _profile(runner: Runner, models: Iterable[str], device: dict[str, Any], out:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(ended(main))

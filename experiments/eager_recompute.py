@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from .models import CASES
 from .pictures import styles
 from .process import Runner, Task
-from .tables import begin, command, given, machine, show, write_csv
+from .tables import begin, command, ended, given, machine, show, write_csv
 
 _WAYS = {
     "plain": "tf.function",
@@ -154,4 +154,4 @@ def _plot(rows: Sequence[Row], model: str, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(ended(main))

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from remat.solvers.floor import memory_floor
 
 from .models import CASES, FURTHER, TRAINED
-from .tables import begin, command, machine, write_csv
+from .tables import begin, command, ended, machine, write_csv
 
 _MIB = 2**20
 _PROFILE = "h200"  # roofline prices: floors do not depend on them
@@ -94,4 +94,4 @@ def floors(model: str) -> Row:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(ended(main))

@@ -37,7 +37,7 @@ from remat.solvers import Graph, Status, simulate, solve
 from .accounting import ACCOUNTINGS, forward_share, layer_graph, step_graph
 from .networks import NETWORKS
 from .pictures import COLOURS
-from .tables import begin, command, machine, remembered, show, write_csv
+from .tables import begin, command, ended, machine, remembered, show, write_csv
 
 _MEMORY = 16 * 10**9  # bytes
 _TIME_LIMIT = 8.0  # seconds for each batch
@@ -340,4 +340,4 @@ def _plot(rows: Sequence[Row], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(ended(main))

@@ -22,7 +22,7 @@ from typing import Any
 from .largest_batch import last_batch
 from .models import CASES
 from .process import Runner, Task
-from .tables import begin, command, machine, show, write_csv
+from .tables import begin, command, ended, machine, show, write_csv
 
 _WAYS = {"plain": "plain", "scope_activations": 'RematScope("activations")', "budgeted": "remat"}
 _MODELS = ("UNet",)
@@ -130,4 +130,4 @@ def _line(row: Row) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(ended(main))

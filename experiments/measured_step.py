@@ -38,7 +38,7 @@ from typing import Any
 
 from .models import CASES, LARGE, TRAINED
 from .process import Runner, Task
-from .tables import begin, command, given, machine, write_csv
+from .tables import begin, command, ended, given, machine, write_csv
 
 _MIB = 2**20
 _BUDGETS = ("0.7", "0.5", "0.35", "least")
@@ -363,4 +363,4 @@ def _save(rows: Sequence[Row], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(ended(main))

@@ -32,7 +32,7 @@ from remat.solvers.floor import memory_floor
 from .accounting import ACCOUNTINGS
 from .graphs import graph_file
 from .pictures import styles
-from .tables import begin, command, machine, remembered, show, write_csv
+from .tables import begin, command, ended, machine, remembered, show, write_csv
 
 _BATCH = 64
 _ACCURACY = 0.01  # of the plain memory, to which the memory at their time is found
@@ -231,4 +231,4 @@ def _plot(rows: Sequence[Row], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(ended(main))

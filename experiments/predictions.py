@@ -33,7 +33,7 @@ from typing import Any
 
 from .models import CASES, FURTHER, TRAINED
 from .process import Runner, Task
-from .tables import begin, command, given, machine, write_csv
+from .tables import begin, command, ended, given, machine, write_csv
 
 _MIB = 2**20
 _SHARES = (0.7, 0.5, 0.35)
@@ -317,4 +317,4 @@ def _verdict(met: bool) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(ended(main))

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .process import Runner, Task
-from .tables import command, write_csv
+from .tables import command, ended, write_csv
 
 _TIMEOUT = 1800.0  # seconds
 _MIB = 2**20
@@ -118,4 +118,4 @@ def table(rows: Sequence[Row]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(ended(main))

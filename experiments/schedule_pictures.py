@@ -28,7 +28,7 @@ from remat.solvers.budget import format_bytes, parse_budget
 from remat.solvers.schedule import Schedule
 
 from .graphs import graph_files
-from .tables import begin, command
+from .tables import begin, command, ended
 
 _GRAPHS = ("layers:U-Net:32",)
 _SOLVERS = ("checkpoint_all", "chen_greedy", "auto")
@@ -196,4 +196,4 @@ def _places(graph: Graph) -> list[tuple[float, float]]:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(ended(main))

@@ -43,7 +43,7 @@ from remat.solvers.solving import METHODS
 
 from .graphs import graph_file, graph_files
 from .pictures import styles
-from .tables import begin, command, machine, remembered, write_csv
+from .tables import begin, command, ended, machine, remembered, write_csv
 
 _BUDGETS = ("90%", "80%", "70%")
 _SOLVERS = tuple(METHODS)
@@ -430,4 +430,4 @@ def _save(rows: Sequence[Row], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(ended(main))

@@ -26,7 +26,7 @@ from remat.solvers import Plan, load_graph, save_graph
 from remat.sweep import FAILED, Row, Store
 
 from .graphs import generate
-from .tables import command, machine, write_csv
+from .tables import command, ended, machine, write_csv
 
 _BUDGETS = ("90%", "80%", "70%")
 _SOLVERS = ("moments", "chen_greedy", "griewank", "feng_huang")
@@ -184,4 +184,4 @@ def _rows(path: Path) -> list[Row]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(ended(main))

@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import platform
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,18 @@ def command(name: str, description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=Path("out") / name, metavar="DIR")
     return parser
+
+
+def ended(main: Callable[[], int | None]) -> int:
+    """Runs an experiment; its exit status.
+
+    On Ctrl-C that is 130, and the results that are written by then stay.
+    """
+    try:
+        return main() or 0
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
 
 
 def begin(out: Path) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from .process import Runner, Task
-from .tables import command, write_csv
+from .tables import command, ended, write_csv
 
 MODELS = ("gan", "vae", "siamese", "unet", "transformer", "lstm")
 
@@ -182,4 +182,4 @@ def plot(
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(ended(main))

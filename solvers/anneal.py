@@ -50,6 +50,7 @@ def anneal(problem: Problem, monitor: Monitor) -> Outcome:
     if not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ValueError(f"seconds is {seconds!r}; it must be a number above 0")
     given = tuple(range(len(problem.graph)))
+    load(monitor)  # before a worker is done: the others would not begin
     with ThreadPoolExecutor(problem.workers, "remat-anneal") as pool:
         jobs = [
             pool.submit(

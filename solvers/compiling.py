@@ -31,22 +31,22 @@ _loaded = threading.Event()
 
 def load(monitor: Monitor) -> Callable[..., None] | None:
     """``moves.anneal_at``, ready to run; None if the monitor said stop before it was."""
-    while not monitor.should_stop():
-        if _loading.acquire(timeout=_TICK):
-            break
-    else:
-        return None
-    try:
-        from .moves import anneal_at  # numba takes a while to import, too
+    while not _loaded.is_set():
+        if monitor.should_stop():
+            return None
+        if not _loading.acquire(timeout=_TICK):
+            continue
+        try:
+            if not _loaded.is_set():
+                if not _cached() and not _compile_aside(monitor):
+                    return None
+                _call()
+                _loaded.set()
+        finally:
+            _loading.release()
+    from .moves import anneal_at  # numba takes a while to import, too
 
-        if not _loaded.is_set():
-            if not _cached() and not _compile_aside(monitor):
-                return None
-            _call()
-            _loaded.set()
-        return anneal_at
-    finally:
-        _loading.release()
+    return anneal_at
 
 
 def ready() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
-from remat.solvers.compiling import load
-from remat.solvers.method import Monitor
+from remat.solvers.compiling import ready
+
+# Processes of pytest-xdist ignore Ctrl-C, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,4 +22,4 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> object:
 @pytest.fixture(scope="session", autouse=True)
 def _compiled() -> None:
     """Annealing is compiled before the first test: no test's time limit meets that."""
-    load(Monitor())
+    ready()

@@ -201,8 +201,8 @@ def test_a_search_keeps_the_limit_at_the_budget(
 
     monkeypatch.setattr(Runner, "result", result)
     task = Task("budgeted", "SmallUNet", budget=50 * MIB, limit_mib=50)
-    budget, found = Runner(tmp_path, "experiments.child", 1.0).within(task, 100 * MIB)
-    assert (budget, found["status"]) == (60 * MIB, "done")
+    task, found = Runner(tmp_path, "experiments.child", 1.0).within(task, 100 * MIB)
+    assert (task.budget, found["status"]) == (60 * MIB, "done")
     assert [(task.budget, task.limit_mib) for task in asked] == [(50 * MIB, 50), (60 * MIB, 60)]
 
 
