@@ -9,11 +9,15 @@ from __future__ import annotations
 import math
 import resource
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -27,11 +31,11 @@ from remat.timeline import record
 
 from .blocks import Blocks
 from .models import CASES, Case
-from .process import Task, serve
+from .process import Task, serve, start
 
 _HOPELESS = 1 << 20  # bytes; a budget that nothing fits
-_WARM_UP = 4  # what the other step left in memory makes remat plan again meanwhile
-_ALTERNATIONS = 7  # at least, ...
+_WARM_UP = 3  # steps that are not timed
+_ALTERNATIONS = 15  # at least, ...
 _ALTERNATING = 6.0  # ... and seconds
 _SEARCHES, _SEARCH_STEP = 3, 1.05  # budgets tried above an infeasible one, and by what factor
 _PLAIN_AGAIN = 3  # plain trainings compared with the first
@@ -190,38 +194,87 @@ def floor(task: Task) -> dict[str, Any]:
 
 
 def timed(task: Task) -> dict[str, Any]:
-    """Seconds a step, plain and lowered by turns, from the same state.
+    """Seconds a step, plain and lowered by turns, each in a process of its own: what
+    the one allocates would be beside the other's plan.
 
-    Lowered is the task's plan, or without one the step with no recomputation.
-    There is memory enough for either.
+    Lowered is the task's plan within its budget, or without one the step with
+    no recomputation, for which there must be memory enough.
     """
     assert task.budget is not None
     training = Training(_case(task))
-    start = training.state()
-    steps: dict[str, StepFunction] = {"plain": training.plain_step()}
     lowered = training.compiled(task.budget, task.plan)
-    steps["lowered"] = lowered
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    ((inputs, labels),) = training.case.batches(1)
-    turn = 0
-    while turn < _WARM_UP + _ALTERNATIONS or sum(map(sum, seconds.values())) < _ALTERNATING:
-        names = list(steps) if turn % 2 else list(steps)[::-1]
-        for name in names:
-            training.restore(start)
-            started = time.perf_counter()
-            steps[name](inputs, labels)
-            if _on_gpu():
-                tf.test.experimental.sync_devices()
-            if turn >= _WARM_UP:
-                seconds[name].append(time.perf_counter() - started)
-        turn += 1
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    (batch,) = training.case.batches(1)
+    turns: list[tuple[float, float]] = []
+    with _plain_beside(task) as plain:
+        for _ in range(_WARM_UP):
+            plain(), _seconds(lowered, batch)
+        while len(turns) < _ALTERNATIONS or sum(map(sum, turns)) < _ALTERNATING:
+            if len(turns) % 2:
+                turns.append((plain(), _seconds(lowered, batch)))
+            else:
+                turns.append((_seconds(lowered, batch), plain())[::-1])
     return {
-        "ratio": medians["lowered"] / medians["plain"],
-        "plain_seconds": seconds["plain"],
-        "lowered_seconds": seconds["lowered"],
+        # Of neighbours: what else the machine does slows down both.
+        "ratio": statistics.median(own / other for other, own in turns),
+        "plain_seconds": [seconds for seconds, _ in turns],
+        "lowered_seconds": [seconds for _, seconds in turns],
         "recomputations": _recomputations(lowered),
     }
+
+
+@contextmanager
+def _plain_beside(task: Task) -> Iterator[Callable[[], float]]:
+    """A process that makes a plain step, and says its seconds, whenever it is asked to."""
+    task = replace(task, kind="paced", budget=None, limit_mib=None, plan=None)
+    with tempfile.TemporaryDirectory() as folder:
+        process = start(
+            task,
+            "experiments.child",
+            Path(folder) / "result.json",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+        assert process.stdin is not None
+        assert process.stdout is not None
+        asked, answers = process.stdin, process.stdout
+
+        def ask() -> float:
+            asked.write("\n")
+            asked.flush()
+            said = answers.readline()
+            if not said:
+                raise RuntimeError(f"the process of the plain step ended with {process.wait()}")
+            return float(said)
+
+        try:
+            yield ask
+        finally:
+            process.kill()
+            process.wait()
+
+
+def paced(task: Task) -> dict[str, Any]:
+    """A plain step for each line of standard input; says the seconds of each."""
+    if _on_gpu():
+        # Beside another process.
+        (gpu,) = tf.config.list_physical_devices("GPU")[:1]
+        tf.config.experimental.set_memory_growth(gpu, True)
+    training = Training(_case(task))
+    step = training.plain_step()
+    (batch,) = training.case.batches(1)
+    for _ in sys.stdin:
+        print(_seconds(step, batch), flush=True)
+    return {}
+
+
+def _seconds(step: StepFunction, batch: tuple[tf.Tensor, tf.Tensor]) -> float:
+    started = time.perf_counter()
+    step(*batch)
+    if _on_gpu():
+        tf.test.experimental.sync_devices()
+    return time.perf_counter() - started
 
 
 def compared(task: Task) -> dict[str, Any]:
@@ -356,6 +409,7 @@ KINDS: dict[str, Callable[[Task], dict[str, Any]]] = {
         budgeted,
         floor,
         timed,
+        paced,
         compared,
         demonstrated,
     )

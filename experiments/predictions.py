@@ -162,11 +162,13 @@ class _Cases:
             for number in range(1, self.runs)
         ]
         squeezed = replace(task, kind="squeezed", limit_mib=int(_SQUEEZE * task.budget) // _MIB)
-        # Either fits: the plain step, and the planned one.
-        timed = replace(task, kind="timed", budget=2 * peak, limit_mib=None)
+        # Either fits: the plain step, and the lowered one.
+        lowering = replace(task, kind="timed", budget=2 * peak, limit_mib=None, plan=None)
         row = replace(row, squeezed=self.runner.result(squeezed)["status"])
         row = _with_seconds(
-            row, self.runner.result(timed), self.runner.result(replace(timed, plan=None))
+            row,
+            self.runner.result(replace(task, kind="timed")),
+            self.runner.result(lowering),
         )
         row = _with_shares(row, first, "")
         row = _with_shares(row, self.runner.result(Task("elsewhere", model)), "_elsewhere")

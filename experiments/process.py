@@ -149,18 +149,7 @@ def run(
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, open(log, "w", encoding="utf-8") as output:
         answer = Path(folder) / "result.json"
-        command = [
-            sys.executable,
-            "-X",
-            "faulthandler",
-            "-m",
-            module,
-            json.dumps(asdict(task)),
-            str(answer),
-        ]
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, env=_environment(task), cwd=_REPOSITORY
-        )
+        process = start(task, module, answer, stdout=output, stderr=output)
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -173,6 +162,20 @@ def run(
         else:
             result = {"status": "failed", "message": _ending(code, timeout, log)}
     return {**result, "seconds": time.monotonic() - started}
+
+
+def start(task: Task, module: str, answer: Path, **streams: Any) -> subprocess.Popen[Any]:
+    """Starts the process of a task.
+
+    Args:
+      task: what to do.
+      module: what runs it.
+      answer: file for what comes of it.
+      **streams: as ``subprocess.Popen`` takes them.
+    """
+    command = [sys.executable, "-X", "faulthandler", "-m", module]
+    command += [json.dumps(asdict(task)), str(answer)]
+    return subprocess.Popen(command, env=_environment(task), cwd=_REPOSITORY, **streams)
 
 
 def _name(task: Task) -> str:
