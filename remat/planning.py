@@ -426,13 +426,6 @@ def _place(
     """
     over = 0
     if pool.layout is not None and pool.quiet:
-        free = budget - _margin(budget, replace(pool, quiet=False))
-        try:
-            usage = simulate(asked, pool)
-            if max(usage.peak, usage.footprint) <= free:
-                return {}, usage, usage.peak  # fillers take time, if little
-        except OutOfMemoryError:
-            pass  # places are needed
         try:
             placement = place(asked, pool, ceiling, seed=seed)
             over = placement.height - placement.capacity

@@ -45,7 +45,7 @@ for name, make in OPTIMIZERS.items():
     results[name] = dict(
         blocks=sum(op.type == "ResourceStridedSliceAssign" for op in ops),
         same=same(ours, state(model, optimizer)),
-        within=step.measured_peak <= step.budget,
+        filled=step.measured_peak / step.budget,
     )
 
 traced, program = read(one_step_of(network(), loss, OPTIMIZERS["Adam"]()), specs)
@@ -62,6 +62,6 @@ answer(results=results, floors=floors)
     for result in found["results"].values():
         assert result["blocks"] > 10
         assert result["same"]
-        assert result["within"]
+        assert result["filled"] <= 1
     whole, blocks = found["floors"]
     assert blocks < whole - 0.8 * KERNEL
