@@ -207,7 +207,8 @@ def timed(task: Task) -> dict[str, Any]:
     turns: list[tuple[float, float]] = []
     with _plain_beside(task) as plain:
         for _ in range(_WARM_UP):
-            plain(), _seconds(lowered, batch)
+            plain()
+            _seconds(lowered, batch)
         while len(turns) < _ALTERNATIONS or sum(map(sum, turns)) < _ALTERNATING:
             if len(turns) % 2:
                 turns.append((plain(), _seconds(lowered, batch)))
@@ -257,9 +258,8 @@ def _plain_beside(task: Task) -> Iterator[Callable[[], float]]:
 
 def paced(task: Task) -> dict[str, Any]:
     """A plain step for each line of standard input; says the seconds of each."""
-    if _on_gpu():
-        # Beside another process.
-        (gpu,) = tf.config.list_physical_devices("GPU")[:1]
+    for gpu in tf.config.list_physical_devices("GPU"):
+        # Beside another process; before anything uses the device.
         tf.config.experimental.set_memory_growth(gpu, True)
     training = Training(_case(task))
     step = training.plain_step()

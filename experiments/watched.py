@@ -11,14 +11,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from remat.profile import default_device
-
 
 class Clock(keras.callbacks.Callback):
-    """Seconds of every step, and the peak (bytes) over all of them."""
+    """Seconds of every step, and a device's peak (bytes) over all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         super().__init__()
+        self.device = device
         self.seconds: list[float] = []
         self.peak = 0
 
@@ -27,7 +26,7 @@ class Clock(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.seconds.append(time.perf_counter() - self._started)
-        memory = tf.config.experimental.get_memory_info(default_device())
+        memory = tf.config.experimental.get_memory_info(self.device)
         self.peak = max(self.peak, memory["peak"])
 
 

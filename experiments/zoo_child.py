@@ -58,9 +58,10 @@ def fit(model: keras.Model) -> dict[str, Any]:
     data = data.batch(BATCH, drop_remainder=True)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile("adam", loss, jit_compile=False)
-    clock = Clock()
+    device = default_device()
+    clock = Clock(device)
     keras.utils.set_random_seed(1)
-    tf.config.experimental.reset_memory_stats(default_device())
+    tf.config.experimental.reset_memory_stats(device)
     history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[clock])
     return {
         "side": model.input_shape[1],

@@ -43,6 +43,7 @@ from .solvers import InfeasibleBudgetError, Plan
 from .solvers.budget import format_bytes, parse_budget
 from .solvers.method import Method
 from .timeline import Allocation, record
+from .trace import Trace
 
 log = logging.getLogger("remat")
 
@@ -133,46 +134,49 @@ class CompiledStep:
                     function, input_signature, autograph=autograph, traced_for=traced_for
                 )
             with _garbage_kept():
-                pool, block = pool_of(program), None
-                if self.device.counted:
-                    other = allocator.bytes_in_use(self.device) - sum(pool.held)
-                    pool = replace(
-                        pool,
-                        held=(*pool.held, other) if other > 0 else pool.held,
-                        highest=allocator.peak_before_claims(self.device),
-                    )
-                    budget, _ = self._resolve_budget(plain_usage(program, {}, pool).peak)
-                    block = self._claim(pool, budget)
-                with self._timed("price"):
-                    self.prepared = prepare(
-                        traced, program, pool, name=name, profile=options.profile, progress=say.line
-                    )
-                self.budget, self.budget_source = self._resolve_budget(self.prepared.plain.peak)
-                if block is not None:
-                    self._laid = allocator.lay_out(self.device, block, pool, self.budget)
-                if self._laid is not None:
-                    # Replicas run side by side.
-                    alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
-                    quiet = alone and options.quiet is not False
-                    pool = replace(pool, layout=self._laid.layout, quiet=quiet)
-                    self.prepared = replace(self.prepared, pool=pool)
-                # Made once: two sets of them would not find the same slots.
-                self._constants = held_constants(self.prepared.program)
-                with self._timed("solve"):
-                    if options.plan is not None:
-                        self.planned = load_plan(
-                            self.prepared, replace(options.plan, budget=self.budget)
-                        )
-                    else:
-                        self.planned = self._solve(None, say)
-                with self._timed("lower"):
-                    self._run = self._lower()
-                if options.check and self.device.counted:
-                    with self._timed("check"):
-                        self._check(say)
+                self._make(traced, program, name, say)
         log.info(
             "budget %s (%s)\n%s", format_bytes(self.budget), self.budget_source, self.plan.summary()
         )
+
+    def _make(self, traced: Trace, program: Program, name: str, say: ProgressLine) -> None:
+        """Divides memory, prices, solves, lowers and checks what was traced."""
+        options = self.options
+        pool, block = pool_of(program), None
+        if self.device.counted:
+            other = allocator.bytes_in_use(self.device) - sum(pool.held)
+            pool = replace(
+                pool,
+                held=(*pool.held, other) if other > 0 else pool.held,
+                highest=allocator.peak_before_claims(self.device),
+            )
+            budget, _ = self._resolve_budget(plain_usage(program, {}, pool).peak)
+            block = self._claim(pool, budget)
+        with self._timed("price"):
+            self.prepared = prepare(
+                traced, program, pool, name=name, profile=options.profile, progress=say.line
+            )
+        self.budget, self.budget_source = self._resolve_budget(self.prepared.plain.peak)
+        if block is not None:
+            self._laid = allocator.lay_out(self.device, block, pool, self.budget)
+        if self._laid is not None:
+            # Replicas run side by side.
+            alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
+            quiet = alone and options.quiet is not False
+            pool = replace(pool, layout=self._laid.layout, quiet=quiet)
+            self.prepared = replace(self.prepared, pool=pool)
+        # Made once: two sets of them would not find the same slots.
+        self._constants = held_constants(self.prepared.program)
+        with self._timed("solve"):
+            if options.plan is not None:
+                self.planned = load_plan(self.prepared, replace(options.plan, budget=self.budget))
+            else:
+                self.planned = self._solve(None, say)
+        with self._timed("lower"):
+            self._run = self._lower()
+        if options.check and self.device.counted:
+            with self._timed("check"):
+                self._check(say)
 
     @property
     def plan(self) -> StepPlan:
