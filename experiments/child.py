@@ -35,7 +35,7 @@ from .process import Task, serve, start
 
 _HOPELESS = 1 << 20  # bytes; a budget that nothing fits
 _WARM_UP = 3  # steps that are not timed
-_ALTERNATIONS = 15  # at least, ...
+_ALTERNATIONS = 21  # at least, ...
 _ALTERNATING = 6.0  # ... and seconds
 _SEARCHES, _SEARCH_STEP = 3, 1.05  # budgets tried above an infeasible one, and by what factor
 _PLAIN_AGAIN = 3  # plain trainings compared with the first

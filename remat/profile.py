@@ -2,12 +2,15 @@
 
 Each distinct operation is run by itself: a function that holds copies of the
 one operation, chained by control edges so that they run one after the other,
-with Grappler off so that they stay apart.  The time of an empty function is
-subtracted; what remains holds the executor's own few microseconds, which the
-operation also costs in a step.
+with Grappler off so that they stay apart.  They read several sets of inputs in
+turn, more than a cache holds: in a step, what an operation reads was often
+written long before.  The time of an empty function is subtracted; what remains
+holds the executor's own few microseconds, which the operation also costs in a
+step.
 
-Memory never holds more than the inputs and outputs of one operation, so a
-step that does not fit can still be priced.
+Memory needs to hold no more than the inputs and outputs of one operation (the
+sets take at most half of what that leaves free), so a step that does not fit
+can still be priced.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from tensorflow.python.framework import op_def_registry
 from tensorflow.python.ops import handle_data_util
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
+from . import allocator
 from .profiles import roofline
 from .profiles.devices import DeviceSpec, UnknownDeviceError, find_device
 from .profiles.price import Pricer, spec_of_rows
@@ -76,6 +80,9 @@ _INDEX_BOUNDS: Mapping[str, Callable[[OpSignature], int]] = {
 _FORWARD: Mapping[str, str] = {"MaxPoolGrad": "MaxPool"}
 _BLOCK_SECONDS = 0.002  # small operations are timed in chains of about this length ...
 _MOST_COPIES = 512  # ... and at most this many copies
+_CACHED = 2**26  # bytes that few caches hold
+_SMALL = 2**16  # bytes of inputs that are in the cache anyway
+_MOST_SETS = 8  # of inputs
 _MOST_ATTEMPTS = 2  # where other work disturbed the device ...
 _DISTURBED = 1.2  # ... which shows when a reference slows down by this factor
 _SAVE_SECONDS = 10.0  # between appends to a table
@@ -275,20 +282,21 @@ def measured_pricer(
             raise KeyboardInterrupt
         return Pricer(spec, load_table(path) if path.exists() else Table())
 
-    pricer = measure(signatures, share=0.98)
-    # Seconds of the rest can be told from other rows; scratch memory cannot:
-    # the largest of each type that has no row yet says whether it takes any.
-    known = {row.signature.op for row in pricer.table.rows}
+    # Seconds can be told from other rows; scratch memory cannot, and a step that takes
+    # more than was known does not fit.  So first the largest of each type that has no
+    # row yet, which says whether the type takes any, then all others of such types.
+    known = {row.signature.op for row in load_table(path).rows} if path.exists() else set()
     largest: dict[str, OpSignature] = {}
     for signature in sorted(set(signatures), key=lambda s: s.input_bytes + s.output_bytes):
         if signature.op not in known:
             largest[signature.op] = signature
     pricer = measure(largest.values(), share=1.0)
     prices = {signature: pricer.price(signature) for signature in set(signatures)}
-    return measure(
+    measure(
         [s for s, price in prices.items() if price.workspace and price.kind != "measured"],
         share=1.0,
     )
+    return measure(signatures, share=0.98)
 
 
 def device_at_hand(device: str | None = None) -> DeviceSpec:
@@ -398,7 +406,11 @@ class _Arguments(NamedTuple):
     """What an operation is run on; handles do not keep their variables alive."""
 
     inputs: list[tf.Tensor | tf.Variable]
-    tensors: list[tf.Tensor]
+
+    @property
+    def tensors(self) -> list[tf.Tensor]:
+        """What is passed to it."""
+        return [item.handle if isinstance(item, tf.Variable) else item for item in self.inputs]
 
 
 class _Bench:
@@ -419,6 +431,8 @@ class _Bench:
             self._counts_bytes = self._memory()["current"] > 0
         except ValueError:  # the CPU's plain allocator, without oneDNN
             self._counts_bytes = False
+        at_hand = allocator.device_at_hand()
+        self._limit = at_hand.limit if at_hand.name == device else None
         self._reference_seconds = math.inf
         with self._registered(OpSignature("NoOp", (), ()), copies=0) as run:
             # The least, since noise only adds, and what is subtracted must not be noise.
@@ -492,18 +506,22 @@ class _Bench:
         if signature.op in _FORWARD:
             with self._registered(signature, copies=0) as run:
                 run(arguments.tensors)
-                overhead = min(_sample(run, arguments, spread, seconds_each))
+                overhead = min(_sample(lambda: run(arguments.tensors), spread, seconds_each))
         with self._registered(signature, copies=1) as run:
             run(arguments.tensors)  # the first run also chooses kernels and builds primitives
             workspace = self._largest_workspace(signature, lambda: run(arguments.tensors))
             single = max(run(arguments.tensors) - overhead, _BLOCK_SECONDS / _MOST_COPIES)
             copies = max(1, int(_BLOCK_SECONDS / single))
-            if copies == 1:
-                samples = _sample(run, arguments, spread, seconds_each)
-        if copies > 1:
-            with self._registered(signature, copies) as run:
-                run(arguments.tensors)
-                samples = _sample(run, arguments, spread, seconds_each)
+        sets = self._sets(signature, arguments)
+        width = min(copies, len(sets))
+        turns = itertools.cycle(range(len(sets)))
+        with self._registered(signature, copies, width) as run:
+
+            def sample() -> float:
+                return run([tensor for _ in range(width) for tensor in sets[next(turns)].tensors])
+
+            sample()
+            samples = _sample(sample, spread, seconds_each)
         return _Timing(
             signature=signature,
             # Noise may put an operation that does nothing below the empty function.
@@ -515,11 +533,12 @@ class _Bench:
 
     @contextlib.contextmanager
     def _registered(
-        self, signature: OpSignature, copies: int
+        self, signature: OpSignature, copies: int, width: int = 1
     ) -> Iterator[Callable[[list[tf.Tensor]], float]]:
-        """Registers a chain of copies; yields a function that runs it and returns the seconds."""
+        """Registers a chain of copies that read ``width`` sets of inputs in turn; yields a
+        function that runs it on them and returns the seconds."""
         name = f"__remat_profile_{next(self._names)}"
-        self._context.add_function_def(_chain(name, signature, copies, self.device))
+        self._context.add_function_def(_chain(name, signature, copies, width, self.device))
 
         def run(arguments: list[tf.Tensor]) -> float:
             started = time.perf_counter()
@@ -550,10 +569,27 @@ class _Bench:
         return max(0, self._memory()["peak"] - before - _held_bytes(signature))
 
     def _arguments(self, signature: OpSignature) -> _Arguments:
-        inputs = [self._make_input(signature, tensor) for tensor in signature.inputs]
-        return _Arguments(
-            inputs, [item.handle if isinstance(item, tf.Variable) else item for item in inputs]
-        )
+        if self._limit is not None:
+            # TensorFlow would wait ten seconds for someone to free what lacks.
+            needed = signature.input_bytes + _held_bytes(signature)
+            free = self._limit - self._memory()["current"]
+            if needed > free:
+                raise UnmeasurableError(f"it takes {needed} bytes, and only {free} are free")
+        return _Arguments([self._make_input(signature, tensor) for tensor in signature.inputs])
+
+    def _sets(self, signature: OpSignature, first: _Arguments) -> list[_Arguments]:
+        """Equal inputs, together more than a cache holds: in a step, what an operation
+        reads was often written long before.  They take at most half of what is free."""
+        size = sum(tensor.bytes for tensor in signature.inputs)
+        if size < _SMALL or signature.op in _FORWARD:
+            return [first]
+        count = min(_MOST_SETS, math.ceil(_CACHED / size))
+        if self._limit is not None:
+            count = min(count, 1 + (self._limit - self._memory()["current"]) // (2 * size))
+        return [
+            first,
+            *(_Arguments([*map(_copied, first.inputs)]) for _ in range(count - 1)),
+        ]
 
     def _make_input(self, signature: OpSignature, tensor: TensorType) -> tf.Tensor | tf.Variable:
         """A realistic value: positive floats (in every function's domain), valid indices."""
@@ -568,28 +604,40 @@ class _Bench:
             return _random(tensor.dtype, tensor.shape, bound)
 
 
-def _chain(name: str, signature: OpSignature, copies: int, device: str) -> function_pb2.FunctionDef:
-    """A function that runs copies of one operation one after the other."""
+def _copied(value: tf.Tensor | tf.Variable) -> tf.Tensor | tf.Variable:
+    if isinstance(value, tf.Variable):
+        return tf.Variable(value, trainable=False)
+    with tf.device(value.device):
+        return tf.raw_ops.DeepCopy(x=value)
+
+
+def _chain(
+    name: str, signature: OpSignature, copies: int, width: int, device: str
+) -> function_pb2.FunctionDef:
+    """A function that runs copies of one operation one after the other, on sets of inputs
+    in turn."""
     function = function_pb2.FunctionDef()
     function.signature.name = name
     function.signature.is_stateful = True
-    inputs = []
-    for index, tensor in enumerate(signature.inputs):
-        argument = function.signature.input_arg.add(name=f"a{index}")
-        argument.type = tf.as_dtype(tensor.dtype).as_datatype_enum
-        inputs.append(argument.name)
+    sets: list[list[str]] = []
+    for number in range(width):
+        sets.append([])
+        for index, tensor in enumerate(signature.inputs):
+            argument = function.signature.input_arg.add(name=f"s{number}_a{index}")
+            argument.type = tf.as_dtype(tensor.dtype).as_datatype_enum
+            sets[-1].append(argument.name)
     template = _node(signature, f"/device:{device}")
     last = function.node_def.add(name="first", op="NoOp")
     if signature.op in _FORWARD:
         last.CopyFrom(template)
         last.name, last.op = "first", _FORWARD[signature.op]
-        last.input.append("a0")
-        inputs[1] = "first:output:0"
+        last.input.append(sets[0][0])
+        sets[0][1] = "first:output:0"
     for copy in range(copies):
         node = function.node_def.add()
         node.CopyFrom(template)
         node.name = f"run{copy}"
-        node.input.extend([*inputs, f"^{last.name}"])
+        node.input.extend([*sets[copy % width], f"^{last.name}"])
         last = node
     function.signature.control_output.append("done")
     function.control_ret["done"] = last.name
@@ -647,13 +695,13 @@ def _worth_measuring(
 
 def _reference_operations(on_gpu: bool) -> list[OpSignature]:
     """Products of matrices, and sums beyond any cache, inside one, and of a few elements."""
-    size, cached = (4096, 2**22) if on_gpu else (1024, 2**15)
+    size, beyond, cached = (4096, 2**24, 2**22) if on_gpu else (1024, 2**22, 2**15)
     operations = []
     for dtype in ("float32", "float64", "bfloat16", "float16"):
         square = TensorType(dtype, (size, size))
         attrs = (("T", dtype), ("transpose_a", "false"), ("transpose_b", "false"))
         operations.append(OpSignature("MatMul", (square, square), (square,), attrs))
-    for elements in (2**24, cached, 2**4):
+    for elements in (beyond, cached, 2**4):
         vector = TensorType("float32", (elements,))
         operations.append(OpSignature("AddV2", (vector, vector), (vector,), (("T", "float32"),)))
     return operations
@@ -835,15 +883,13 @@ def _requested_peaks(space: xplane_pb2.XSpace, on_gpu: bool) -> dict[str, int]:
     return peaks
 
 
-def _sample(
-    run: Callable[[list[tf.Tensor]], float], arguments: _Arguments, spread: float, limit: float
-) -> list[float]:
+def _sample(run: Callable[[], float], spread: float, limit: float) -> list[float]:
     """Seconds of several runs: at least 3, then until they agree or ``limit`` seconds passed."""
     samples: list[float] = []
     while len(samples) < 3 or (
         sum(samples) < limit and (len(samples) < 7 or _relative_spread(samples) > spread)
     ):
-        samples.append(run(arguments.tensors))
+        samples.append(run())
     return samples
 
 
