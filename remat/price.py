@@ -38,7 +38,7 @@ def price(
     program: Program,
     profile: Profile = "auto",
     *,
-    deadline: float = 15.0,
+    deadline: float = 20.0,
     progress: Callable[[int, int, OpSignature], None] | None = None,
 ) -> Prices:
     """Prices every operation that computes.

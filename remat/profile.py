@@ -85,6 +85,7 @@ _SMALL = 2**16  # bytes of inputs that are in the cache anyway
 _MOST_SETS = 8  # of inputs
 _MOST_ATTEMPTS = 2  # where other work disturbed the device ...
 _DISTURBED = 1.2  # ... which shows when a reference slows down by this factor
+_DRAWN = 2**16  # random numbers, at most
 _SAVE_SECONDS = 10.0  # between appends to a table
 _FLOPS_PER_BYTE = 10.0  # of a typical device; only the order of measuring depends on it
 _MARK = "remat run "  # prefix of the stretches marked in a profile
@@ -509,19 +510,22 @@ class _Bench:
                 overhead = min(_sample(lambda: run(arguments.tensors), spread, seconds_each))
         with self._registered(signature, copies=1) as run:
             run(arguments.tensors)  # the first run also chooses kernels and builds primitives
-            workspace = self._largest_workspace(signature, lambda: run(arguments.tensors))
-            single = max(run(arguments.tensors) - overhead, _BLOCK_SECONDS / _MOST_COPIES)
+            workspace, seconds = self._largest_workspace(signature, lambda: run(arguments.tensors))
+            single = max(seconds - overhead, _BLOCK_SECONDS / _MOST_COPIES)
             copies = max(1, int(_BLOCK_SECONDS / single))
-        sets = self._sets(signature, arguments)
-        width = min(copies, len(sets))
-        turns = itertools.cycle(range(len(sets)))
-        with self._registered(signature, copies, width) as run:
+            sets = self._sets(signature, arguments)
+            turns = itertools.cycle(sets)
+            if copies == 1:
+                samples = _sample(lambda: run(next(turns).tensors), spread, seconds_each)
+        if copies > 1:
+            width = min(copies, len(sets))
+            with self._registered(signature, copies, width) as run:
 
-            def sample() -> float:
-                return run([tensor for _ in range(width) for tensor in sets[next(turns)].tensors])
+                def sample() -> float:
+                    return run([tensor for _ in range(width) for tensor in next(turns).tensors])
 
-            sample()
-            samples = _sample(sample, spread, seconds_each)
+                sample()
+                samples = _sample(sample, spread, seconds_each)
         return _Timing(
             signature=signature,
             # Noise may put an operation that does nothing below the empty function.
@@ -559,22 +563,27 @@ class _Bench:
     def _memory(self) -> dict[str, int]:
         return tf.config.experimental.get_memory_info(self.device)
 
-    def _largest_workspace(self, signature: OpSignature, run: Callable[[], object]) -> int | None:
-        """Upper bound of the bytes beyond inputs and outputs; None if nobody counts them."""
+    def _largest_workspace(
+        self, signature: OpSignature, run: Callable[[], float]
+    ) -> tuple[int | None, float]:
+        """Upper bound of the bytes beyond inputs and outputs (None if nobody counts them),
+        and the seconds that the run took."""
         if not self._counts_bytes:
-            return None
+            return None, run()
         tf.config.experimental.reset_memory_stats(self.device)
         before = self._memory()["current"]
-        run()
-        return max(0, self._memory()["peak"] - before - _held_bytes(signature))
+        seconds = run()
+        return max(0, self._memory()["peak"] - before - _held_bytes(signature)), seconds
 
     def _arguments(self, signature: OpSignature) -> _Arguments:
         if self._limit is not None:
-            # TensorFlow would wait ten seconds for someone to free what lacks.
+            # TensorFlow would wait ten seconds for someone to free what lacks.  It hands
+            # out chunks of up to twice the size whole, and free ones need not adjoin.
             needed = signature.input_bytes + _held_bytes(signature)
+            needed += max(tensor.bytes for tensor in signature.inputs + signature.outputs)
             free = self._limit - self._memory()["current"]
             if needed > free:
-                raise UnmeasurableError(f"it takes {needed} bytes, and only {free} are free")
+                raise UnmeasurableError(f"it needs {needed} free bytes, and there are {free}")
         return _Arguments([self._make_input(signature, tensor) for tensor in signature.inputs])
 
     def _sets(self, signature: OpSignature, first: _Arguments) -> list[_Arguments]:
@@ -823,20 +832,21 @@ def _set_scalar(value: attr_value_pb2.AttrValue, text: str, kind: str) -> None:
 
 
 def _random(dtype: str, shape: tuple[int, ...], bound: int) -> tf.Tensor:
-    """Floats in [0.1, 1.1), integers in [0, bound), booleans true half the time."""
+    """Floats in [0.1, 1.1), integers in [0, bound), booleans true half the time.
+
+    They are drawn on the host, where drawing needs no memory of the device; a
+    large tensor repeats what was drawn.
+    """
     target = tf.as_dtype(dtype)
-    if target.is_floating:
-        drawn = target if target.size <= 8 and target in _DRAWN else tf.float32
-        return tf.cast(tf.random.uniform(shape, 0.1, 1.1, drawn), target)
-    if target.is_complex:
-        part = tf.random.uniform(shape, 0.1, 1.1, target.real_dtype)
-        return tf.complex(part, part)
+    drawn = np.random.default_rng(0).random(min(math.prod(shape), _DRAWN))
+    values: np.ndarray = drawn + 0.1
     if target.is_bool:
-        return tf.random.uniform(shape) < 0.5
-    return tf.cast(tf.random.uniform(shape, 0, max(1, bound), tf.int32), target)
-
-
-_DRAWN = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+        values = drawn < 0.5
+    elif target.is_integer:
+        values = drawn * max(1, bound)
+    elif target.is_complex:
+        values = values * (1 + 1j)
+    return tf.constant(np.resize(values.astype(target.as_numpy_dtype), shape))
 
 
 def _default_bound(signature: OpSignature) -> int:
