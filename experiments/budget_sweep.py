@@ -3,10 +3,16 @@
     python -m experiments.budget_sweep                       three networks, all methods
     python -m experiments.budget_sweep step:ResNet50:64 --solvers auto chen_greedy
     python -m experiments.budget_sweep GRAPH.json
+    python -m experiments.budget_sweep --measure UNet        and what really runs
 
 A graph is a file or a name that ``experiments.graphs`` knows.  Steps are priced
-from the datasheet of a V100; nothing here is measured.  The budgets run evenly
-from the proven floor to just below the peak of the graph's own order.
+from the datasheet of a V100, and their curves are not measured.  The budgets run
+evenly from the proven floor to just below the peak of the graph's own order.
+
+``--measure`` takes networks of ``experiments.models``.  Their steps are priced
+on the device at hand, and crosses on top of the curves say what is measured:
+the peak and the overhead of the step that ``remat.compile`` gives for shares of
+the plain peak, as ``experiments.measured_step`` measures them.
 
 The shaded area is proven to hold no schedule; the first budget is the least
 that is not proven infeasible.  A method has no point where it found nothing within
@@ -16,8 +22,8 @@ goes on where it stopped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +31,58 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from remat.profiles.devices import DEVICES
+from remat.solvers import Graph, save_graph
 from remat.solvers.solving import METHODS
 
 from .graphs import graph_files
+from .models import CASES
 from .pictures import styles
+from .process import Runner, Task
 from .solver_quality import Row, cells, summarise
-from .tables import begin, command, ended, machine, show, write_csv
+from .tables import begin, command, ended, given, machine, show, write_csv
 
 _GRAPHS = ("step:VGG16:256", "step:MobileNet:512", "step:U-Net:32")
 _TIME_LIMIT = 2.0  # seconds
 _TOP = 60.0  # percent of overhead that the picture shows
 _GB = 1e9
+_MEASURED_SHARES = (0.8, 0.65, 0.5, 0.4)  # of the plain peak
+_STEPS = 3
+_TIMEOUT = 1800.0  # seconds
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One budget for which a network was compiled and trained.
+
+    Attributes:
+      graph: its step's name in the table of methods.
+      budget, peak: bytes; the peak is None where the budget is not feasible.
+      overhead_percent, predicted_percent: of the step's time, as measured by
+        turns with the plain step, and as the plan says.
+    """
+
+    graph: str
+    budget: int
+    status: str
+    peak: int | None = None
+    overhead_percent: float | None = None
+    predicted_percent: float | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the sweep."""
     parser = command("budget_sweep", __doc__)
-    parser.add_argument("graphs", nargs="*", metavar="GRAPH", default=_GRAPHS)
+    parser.add_argument("graphs", nargs="*", metavar="GRAPH", help=f"default: {' '.join(_GRAPHS)}")
+    parser.add_argument(
+        "--measure", nargs="+", default=[], choices=CASES, metavar="NETWORK", help="measure, too"
+    )
+    parser.add_argument(
+        "--shares",
+        nargs="+",
+        type=float,
+        default=_MEASURED_SHARES,
+        help="of the plain peak, to measure at (default: %(default)s)",
+    )
     parser.add_argument(
         "--budgets", nargs="+", metavar="BUDGET", help="bytes, or %% of the given order's peak"
     )
@@ -51,15 +92,70 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     asked = parser.parse_args(arguments)
     begin(asked.out)
-    paths = graph_files(parser, asked.graphs, asked.out)
+    names = asked.graphs or (() if asked.measure else _GRAPHS)
+    paths = graph_files(parser, names, asked.out)
+    measured: list[Measured] = []
+    for network in asked.measure:
+        path = asked.out / f"{network}.json"
+        measured += _measure(asked.out / "measured", network, asked.shares, path)
+        paths.append(path)
     rows = summarise(
         cells(asked.out / "cells", paths, asked.budgets, asked.solvers, 1, asked.time_limit)
     )
     write_csv([{**asdict(row), **machine()} for row in rows], asked.out / "table.csv")
     for graph in dict.fromkeys(row.graph for row in rows):
         print(f"\n{graph}: overhead %\n\n{show(_lines([r for r in rows if r.graph == graph]))}")
-    _plot(rows, asked.out / "budget_sweep.png")
+    if measured:
+        print(f"\nmeasured\n\n{show([_measured_line(point) for point in measured])}")
+        write_csv([{**asdict(m), **machine()} for m in measured], asked.out / "measured.csv")
+    _plot(rows, measured, asked.out / "budget_sweep.png")
     print(f"\nsaved: {asked.out / 'table.csv'}, {asked.out / 'budget_sweep.png'}")
+
+
+def _measure(folder: Path, network: str, shares: Sequence[float], path: Path) -> list[Measured]:
+    """Writes the graph of a network's step; measures the step within some budgets.
+
+    Raises:
+      RuntimeError: if a process broke down.
+    """
+    runner = Runner(folder, "experiments.child", _TIMEOUT)
+
+    def result(task: Task) -> Mapping[str, Any]:
+        found = runner.result(task)
+        if found["status"] == "failed":
+            raise RuntimeError(f"{network}, {task.kind}: {found['message']}")
+        return found
+
+    plain = result(Task("plain", network))
+    graph = Graph.from_json(result(Task("graph", network))["graph"])
+    save_graph(graph, path)
+    points = []
+    for share in shares:
+        task = runner.budgeted(network, share * plain["peak"], _STEPS)
+        assert task.budget is not None
+        found = result(task)
+        point = Measured(graph.name, task.budget, found["status"])
+        if found["status"] == "done":
+            times = result(replace(task, kind="timed"))
+            point = replace(
+                point,
+                peak=found["peak"],
+                overhead_percent=100 * (times["ratio"] - 1),
+                predicted_percent=100 * found["overhead"],
+            )
+        points.append(point)
+    return points
+
+
+def _measured_line(point: Measured) -> dict[str, str]:
+    return {
+        "graph": point.graph,
+        "budget (GB)": f"{point.budget / _GB:.3f}",
+        "peak (GB)": given(point.peak, ".3f", _GB),
+        "overhead predicted (%)": given(point.predicted_percent, ".1f"),
+        "overhead measured (%)": given(point.overhead_percent, ".1f"),
+        "status": point.status,
+    }
 
 
 def _lines(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -76,7 +172,7 @@ def _lines(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [*lines.values(), bound]
 
 
-def _plot(rows: Sequence[Row], path: Path) -> None:
+def _plot(rows: Sequence[Row], measured: Sequence[Measured], path: Path) -> None:
     graphs = list(dict.fromkeys(row.graph for row in rows))
     looks = styles(dict.fromkeys(row.solver for row in rows))
     figure = Figure(figsize=(4.2 * len(graphs) + 1, 4.6), layout="constrained")
@@ -95,11 +191,22 @@ def _plot(rows: Sequence[Row], path: Path) -> None:
                 zorder=above,
                 **look,
             )
+        points = [m for m in measured if m.graph == graph and m.peak is not None]
+        if points:
+            axes.plot(
+                [point.peak / _GB for point in points],  # type: ignore[operator]
+                [point.overhead_percent for point in points],
+                "X",
+                color="black",
+                markersize=8,
+                zorder=4,
+                label="measured",
+            )
         axes.set(title=graph, xlabel="budget (GB)", ylim=(-1, _TOP))
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("overhead (%)")
     figure.legend(
-        *panels[0].get_legend_handles_labels(),
+        *panels[-1].get_legend_handles_labels(),
         loc="outside lower center",
         ncols=7,
         frameon=False,

@@ -25,6 +25,8 @@ import numpy as np
 import tensorflow as tf
 
 import remat
+from remat.compile import one_step_of
+from remat.planning import pool_of, prepare, read
 from remat.plots import of_allocations
 from remat.profile import default_device
 from remat.timeline import record
@@ -35,8 +37,8 @@ from .process import Task, serve, start
 
 _HOPELESS = 1 << 20  # bytes; a budget that nothing fits
 _WARM_UP = 3  # steps that are not timed
-_ALTERNATIONS = 21  # at least, ...
-_ALTERNATING = 6.0  # ... and seconds
+_LEAST_TURNS, _MOST_TURNS = 9, 21  # of a plain and a lowered step, ...
+_TURNS_SECONDS = 40.0  # ... no more than the least after so long
 _SEARCHES, _SEARCH_STEP = 3, 1.05  # budgets tried above an infeasible one, and by what factor
 _PLAIN_AGAIN = 3  # plain trainings compared with the first
 
@@ -186,6 +188,15 @@ def budgeted(task: Task) -> dict[str, Any]:
     }
 
 
+def graph(task: Task) -> dict[str, Any]:
+    """The graph of the step that solvers see, priced on this device."""
+    training = Training(_case(task))
+    one_step = one_step_of(training.model, training.loss, training.optimizer)
+    traced, program = read(one_step, training.case.specs())
+    prepared = prepare(traced, program, pool_of(program), name=task.model)
+    return {"graph": prepared.extraction.graph.to_json()}
+
+
 def floor(task: Task) -> dict[str, Any]:
     """What remat knows about the least budget, asked for a hopeless one."""
     training = Training(_case(task))
@@ -209,7 +220,9 @@ def timed(task: Task) -> dict[str, Any]:
         for _ in range(_WARM_UP):
             plain()
             _seconds(lowered, batch)
-        while len(turns) < _ALTERNATIONS or sum(map(sum, turns)) < _ALTERNATING:
+        while len(turns) < _LEAST_TURNS or (
+            len(turns) < _MOST_TURNS and sum(map(sum, turns)) < _TURNS_SECONDS
+        ):
             if len(turns) % 2:
                 turns.append((plain(), _seconds(lowered, batch)))
             else:
@@ -320,7 +333,8 @@ def _compiled_within(training: Training, budget: int, plan: str | None) -> remat
 
 
 def demonstrated(task: Task) -> dict[str, Any]:
-    """Trains, inside the budget if there is one; then records one step more.
+    """Trains, inside the budget if there is one (and writes the plan); then records
+    one step more.
 
     Returns:
       As ``train``, and ``curve``, memory over time in the recorded step.  The
@@ -333,6 +347,8 @@ def demonstrated(task: Task) -> dict[str, Any]:
     else:
         step = training.compiled(task.budget)
         plan = step.plan
+        assert task.plan is not None
+        plan.save(task.plan)
         figures = {
             "predicted": plan.peak,
             "plain_predicted": step.plain_peak,
@@ -407,6 +423,7 @@ KINDS: dict[str, Callable[[Task], dict[str, Any]]] = {
         scope_full,
         scope_activations,
         budgeted,
+        graph,
         floor,
         timed,
         paced,

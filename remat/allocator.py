@@ -26,6 +26,8 @@ UNWRITTEN = "_ParallelConcatStart"
 ``tf.parallel_stack``, with the shape as an attribute."""
 
 _SMALLEST_CLAIM = 1 << 20  # bytes
+# Of what is free, until it is not in one piece; a chunk that is little larger is had whole.
+_SHARES = (0.4, 0.6, 0.8, 0.9, 0.97)
 _TIGHT = 1.02  # times the budget: a limit up to this leaves the pool no room
 _GPU_SHARE = 0.92  # of a GPU's memory that TensorFlow takes at most, by default
 
@@ -113,26 +115,30 @@ def claim(device: Device, count: int, least: int, unclaimed: int | None = None) 
     Returns:
       The block, perhaps smaller; None if there is none.
     """
-    shares = [1.0]
+    shares: tuple[float, ...] = (1.0,)
     if device.name in _claimed:
         # What was claimed before may have been cut up since.
         count = min(count, least)
         laid = _laid.get(device.name)
         if laid is not None and device.limit is not None:
             laid.walls.clear()
-            shares = [1.0, 0.97, 0.9, 0.8, 0.6, 0.4]
-    elif unclaimed is not None:
+            shares = _SHARES
+    elif unclaimed is not None and unclaimed >= _SMALLEST_CLAIM:
         count = min(count, unclaimed)
+    elif unclaimed is not None:
+        shares = _SHARES  # variables have made the pool grow to its limit, and left a hole
+    block = None
     for share in shares:
         if share * count < _SMALLEST_CLAIM:
-            break
+            continue
         try:
             tensor, size = _chunk(device, int(share * count))
         except tf.errors.ResourceExhaustedError:
-            continue  # the pool is not what its model says; the measured peak will tell
+            break  # after a wait of ten seconds for someone to free memory: once is enough
         _claimed.add(device.name)
-        return Block(_address(tensor), size)
-    return None
+        block = Block(_address(tensor), size)
+        del tensor
+    return block
 
 
 @dataclass(frozen=True)

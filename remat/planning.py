@@ -301,6 +301,8 @@ def make_plan(
     if ceiling is None:
         ceiling = budget - _margin(budget, prepared.pool)
     target, planned, bound = ceiling - _idle(prepared.pool), None, None
+    needed = []  # by the plans that did not fit
+    hopeless = 0  # the highest target that nothing was found for
     if time_limit is None:
         time_limit = min(_LONGEST, _FIRST * default_time_limit(graph))
         ready()  # what is compiled once must not cost this plan its time
@@ -319,7 +321,8 @@ def make_plan(
         if result.schedule is None:
             if planned is None:
                 raise infeasible(prepared, budget, result.least_budget * budget / target)
-            target = planned.target  # that was too low; try others like the last one
+            hopeless = max(hopeless, target)
+            target = (hopeless + planned.target) // 2
             continue
         start = result.schedule
         plan = result.to_plan(graph)
@@ -328,13 +331,16 @@ def make_plan(
         planned = _carry_out(prepared, plan, target, ceiling, seed + number)
         if planned.needed <= ceiling or result.status is Status.INTERRUPTED:
             return planned
+        needed.append(planned.needed)
         # How well tensors can be packed differs from one schedule to the next,
         # and less memory in use leaves more ways to pack it: aim a little lower.
         step = min(_LARGEST_STEP, max(_LEAST_STEP, planned.needed / ceiling - 1))
         step = step if number < _PATIENCE else _LARGEST_STEP
-        target = int(min(target, result.peak or target) * (1 - step))
-    assert planned is not None
-    raise infeasible(prepared, budget, planned.needed * budget / ceiling)
+        used = min(target, result.peak or target)
+        target = int(used * (1 - step))
+        if target <= hopeless:
+            target = (hopeless + used) // 2
+    raise infeasible(prepared, budget, min(needed) * budget / ceiling)
 
 
 def _margin(budget: int, pool: Pool) -> int:

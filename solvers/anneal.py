@@ -77,6 +77,7 @@ def anneal_once(
     hot: float = _HOT,
     seconds: float = math.inf,
     moves: int | None = None,
+    at_any_cost: bool = False,
 ) -> Schedule | None:
     """Cools once, and proposes each better schedule it finds.
 
@@ -88,6 +89,8 @@ def anneal_once(
       hot: first temperature, in units of a node's mean cost.
       seconds: to take, at most what the monitor leaves.
       moves: changes to try, instead of ``seconds``.
+      at_any_cost: end with the first schedule within the budget, however dear.  Where
+        budgets are tight this takes a moment, and cooling alone would often miss them.
 
     Returns:
       The best schedule found within the budget, or None (if time ran out before it began, too).
@@ -104,7 +107,7 @@ def anneal_once(
     random = np.array([_seed(problem.seed, worker)], np.uint64)
     best = np.empty(len(state.at), np.int64)
     figure = np.array([0.0, math.inf])
-    price, allowance, tighten = _terms(problem)
+    price, allowance, tighten = (0.0, 0.0, 0.0) if at_any_cost else _terms(problem)
     mean = 100 / len(graph)
     began, done = monitor.elapsed(), 0
     seconds = min(seconds, monitor.remaining())
@@ -119,7 +122,7 @@ def anneal_once(
             progress = done / moves
         else:
             progress = (now - began) / seconds
-        if progress >= 1:
+        if progress >= 1 or (at_any_cost and figure[0] > 0):
             break
         temperature = mean * hot * (_COLD / hot) ** progress
         weight = _LIGHT * (_HEAVY / _LIGHT) ** progress

@@ -10,8 +10,10 @@ there are: a cool annealing makes them fit.
 Where the gap cover proves anything, the default time limit is extended.
 Otherwise workers anneal: the latest such suggestion, again and again with other
 seeds, and in between the best so far; where there is no suggestion, the given
-order.  ``solve`` stops the method once the best schedule meets the bound.  A
-single worker does one after the other.
+order.  Where that is far above a tight budget, any schedule within it is found
+first, at any cost, and this one is heated again and again.  ``solve`` stops the
+method once the best schedule meets the bound.  A single worker does one after
+the other.
 
 The parts cite their papers.  Complexity: it takes the time that it is given;
 see the parts.
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
 
 from .anneal import anneal_once
@@ -38,8 +41,9 @@ from .schedule import Schedule, simulate
 _HEURISTICS = (feng_huang, chen_greedy, griewank)
 
 # First temperatures: from the given order, the best so far, what the moments suggest
-# (closer to what fits than what the gap cover does: more heat would only undo it).
-_COLD_START, _REHEAT, _POLISH = 0.3, 0.1, 0.03
+# (closer to what fits than what the gap cover does: more heat would only undo it), and
+# the best so far where nothing else leads to the budget.
+_COLD_START, _REHEAT, _POLISH, _HEAT = 0.3, 0.1, 0.03, 1.0
 # Times the budget: up to here a start needs polishing only, from here on that is in vain.
 _NEAR, _FAR = 1.02, 1.3
 _ROUND = 0.2  # share of the time limit that one annealing takes, at least
@@ -125,8 +129,12 @@ class _Board:
         self._best: Schedule | None = None
         self._cost = float("inf")
         # What to try every other time, and its first temperature; whether it is yet untried.
-        self._start: tuple[Schedule, float] = tuple(range(len(problem.graph))), _COLD_START
+        given = tuple(range(len(problem.graph)))
+        self._start: tuple[Schedule, float] = given, _COLD_START
         self._fresh = False
+        # Whether it is far above the budget, and annealing it led nowhere; whether any did not.
+        self._far, self._vain = self._is_far(simulate(problem.graph, given).peak), False
+        self._failed = False
         self._start_cost = problem.graph.cost
         self.hopeful = True  # that proofs will suggest something
         seconds, count = monitor.remaining(), len(problem.graph)
@@ -145,26 +153,50 @@ class _Board:
         truth = simulate(self.problem.graph, schedule)
         with self._lock:
             if truth.peak > self.problem.budget:
-                far = hot == _POLISH and truth.peak > _FAR * self.problem.budget
-                if truth.cost >= self._start_cost and not far:
+                far = self._is_far(truth.peak)
+                if truth.cost >= self._start_cost and not (far and hot == _POLISH):
                     if truth.peak <= _NEAR * self.problem.budget:
                         hot = _POLISH
                     self._start, self._fresh = (schedule, hot), True
+                    self._far, self._vain = far, False
                     self._start_cost = truth.cost
             elif truth.cost < self._cost:
                 self._best, self._cost = schedule, truth.cost
 
     def anneal(self, turn: int, seed: int) -> None:
         """One annealing; what it finds goes on the board."""
+        problem = self.problem
+        lost = self._best is None and (self._far or self._failed)
+        if lost and problem.minimize == "cost":
+            self._reach(seed)
         with self._lock:
             start, hot = self._start
             seconds = self._round if self.hopeful else self._long
             if hot == _POLISH:
                 seconds = self._short
-            again = turn % 2 == 0 and (hot == _POLISH or len(self.problem.graph) < _LARGE)
-            if not (self._fresh or again or self._best is None):
-                start, hot = self._best, _REHEAT
+            again = turn % 2 == 0 and (hot == _POLISH or len(problem.graph) < _LARGE)
+            if self._best is not None and (self._vain or not (self._fresh or again)):
+                start, hot = self._best, _HEAT if self._vain else _REHEAT
             self._fresh = False
-        found = anneal_once(self.problem, self.monitor, start, seed, hot, seconds)
+        found = anneal_once(problem, self.monitor, start, seed, hot, seconds)
         if found is not None:
             self.offer(found, hot)
+        with self._lock:
+            self._failed |= found is None
+            if found is None and start is self._start[0]:
+                self._vain = self._far
+
+    def _reach(self, seed: int) -> None:
+        """Looks for any schedule within the budget, or else for the least peak."""
+        start, hot = self._start
+        problem, seconds = self.problem, self._round
+        found = anneal_once(problem, self.monitor, start, seed, seconds=seconds, at_any_cost=True)
+        if found is None:
+            peak = simulate(problem.graph, start).peak
+            lowest = replace(problem, minimize="peak", budget=peak)
+            found = anneal_once(lowest, self.monitor, start, seed, seconds=seconds)
+        if found is not None:
+            self.offer(found, hot)
+
+    def _is_far(self, peak: int) -> bool:
+        return peak > _FAR * self.problem.budget

@@ -163,6 +163,18 @@ def test_a_budget_sweep(training: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "(proven bound)" in capsys.readouterr().out
 
 
+def test_a_budget_sweep_that_measures(tmp_path: Path) -> None:
+    arguments = ["--measure", "SmallUNet", "--shares", "0.6", "--budgets", "60%"]
+    budget_sweep.main([*arguments, "--solvers", "chen_greedy", "--out", str(tmp_path)])
+    (within,) = rows(tmp_path / "measured.csv")
+    assert 0 < int(within["peak"]) <= int(within["budget"])
+    assert float(within["predicted_percent"]) >= 0
+    assert float(within["overhead_percent"]) > -90  # seconds were taken, and compared
+    (row,) = rows(tmp_path / "table.csv")
+    assert row["graph"] == within["graph"] == "SmallUNet"
+    assert (tmp_path / "budget_sweep.png").read_bytes().startswith(PNG)
+
+
 def test_the_matrix_of_a_schedule() -> None:
     nodes = tuple(Node(name, 1.0, MIB) for name in "abcd")
     chain = Graph("chain", nodes, ((0, 1), (1, 2), (2, 3), (0, 3)))

@@ -158,6 +158,24 @@ answer(
     assert not 0 <= found["elsewhere"] < found["slots_end"]
 
 
+def test_a_pool_that_has_grown_to_its_limit_is_claimed_where_it_is_free() -> None:
+    found = run(
+        """
+from remat import allocator
+from remat.arena import Pool
+held = [tf.zeros([count]) for count in (67_082_000, 2 << 20)]
+device = allocator.device_at_hand()
+free = device.limit - allocator.bytes_in_use(device)
+pool = Pool(held=tuple(4 * tensor.shape[0] for tensor in held), limit=device.limit)
+block = allocator.claim(device, free, free, pool.unclaimed())
+answer(unclaimed=pool.unclaimed(), free=free, block=block.bytes)
+""",
+        {**COUNTED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": "400"},
+    )
+    assert found["unclaimed"] == 0
+    assert 0.95 * found["free"] < found["block"] <= found["free"]
+
+
 def test_the_predicted_peak_is_the_measured_one_at_a_hard_limit() -> None:
     """Every chunk lies where the model says, or the limit would be hit."""
     found = run(
