@@ -193,6 +193,8 @@ def _plot(rows: Sequence[Row], measured: Sequence[Measured], path: Path) -> None
             )
         points = [m for m in measured if m.graph == graph and m.peak is not None]
         if points:
+            right = max(axes.get_xlim()[1], *(1.02 * point.budget / _GB for point in points))
+            axes.set_xlim(right=right)
             axes.plot(
                 [point.peak / _GB for point in points],  # type: ignore[operator]
                 [point.overhead_percent for point in points],
@@ -208,7 +210,7 @@ def _plot(rows: Sequence[Row], measured: Sequence[Measured], path: Path) -> None
     figure.legend(
         *panels[-1].get_legend_handles_labels(),
         loc="outside lower center",
-        ncols=7,
+        ncols=min(7, 3 * len(graphs)),
         frameon=False,
         fontsize="small",
     )
