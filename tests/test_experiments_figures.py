@@ -150,7 +150,7 @@ def test_eighteen_networks(training: Path, tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_budget_sweep(training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     solvers = ["feng_huang", "gap_cover"]
-    arguments = [str(training), "--solvers", *solvers, "--time-limit", "0.5"]
+    arguments = [str(training), "--solvers", *solvers, "--time-limit", "5"]
     budget_sweep.main([*arguments, "--out", str(tmp_path)])
     table = rows(tmp_path / "table.csv")
     assert [row["solver"] for row in table] == [s for s in solvers for _ in range(8)]
