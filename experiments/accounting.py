@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from remat.solvers import Graph, save_graph
@@ -23,6 +23,7 @@ from .networks import NETWORKS
 
 if TYPE_CHECKING:
     import keras
+    import tensorflow as tf
 
 ACCOUNTINGS = ("layers", "step")
 DEVICE = "v100-16gb"
@@ -119,15 +120,30 @@ def step_graph(model: keras.Model, name: str, batch: int, device: str = DEVICE) 
     import tensorflow as tf
 
     from remat.compile import one_step_of
-    from remat.planning import pool_of, prepare, read
 
     specs = [
         tf.TensorSpec((batch, *model.input_shape[1:])),
         tf.TensorSpec((batch, *model.output_shape[1:-1]), tf.int32),
     ]
-    traced, program = read(one_step_of(model, "sparse_categorical_crossentropy", "adam"), specs)
-    name = f"{name}-{batch}"
-    return prepare(traced, program, pool_of(program), name=name, profile=device).extraction.graph
+    function = one_step_of(model, "sparse_categorical_crossentropy", "adam")
+    return traced_graph(function, specs, f"{name}-{batch}", device)
+
+
+def traced_graph(
+    function: Callable[..., Any], specs: Sequence[tf.TensorSpec], name: str, profile: str
+) -> Graph:
+    """The graph of a step that solvers see.
+
+    Args:
+      function: the step.
+      specs: of its arguments.
+      name: the graph's, for people.
+      profile: what prices operations: see ``remat trace --profile``.
+    """
+    from remat.planning import pool_of, prepare, read
+
+    traced, program = read(function, specs)
+    return prepare(traced, program, pool_of(program), name=name, profile=profile).extraction.graph
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -191,13 +191,16 @@ def _plot(rows: Sequence[Row], measured: Sequence[Measured], path: Path) -> None
                 zorder=above,
                 **look,
             )
-        points = [m for m in measured if m.graph == graph and m.peak is not None]
+        points = {
+            point.peak / _GB: point.overhead_percent
+            for point in measured
+            if point.graph == graph and point.peak is not None
+        }
         if points:
-            right = max(axes.get_xlim()[1], *(1.02 * point.budget / _GB for point in points))
-            axes.set_xlim(right=right)
+            axes.set_xlim(right=max(axes.get_xlim()[1], 1.02 * max(points)))
             axes.plot(
-                [point.peak / _GB for point in points],  # type: ignore[operator]
-                [point.overhead_percent for point in points],
+                list(points),
+                list(points.values()),
                 "X",
                 color="black",
                 markersize=8,

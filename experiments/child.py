@@ -26,11 +26,11 @@ import tensorflow as tf
 
 import remat
 from remat.compile import one_step_of
-from remat.planning import pool_of, prepare, read
 from remat.plots import of_allocations
 from remat.profile import default_device
 from remat.timeline import record
 
+from .accounting import traced_graph
 from .blocks import Blocks
 from .models import CASES, Case
 from .process import Task, serve, start
@@ -190,11 +190,9 @@ def budgeted(task: Task) -> dict[str, Any]:
 
 def graph(task: Task) -> dict[str, Any]:
     """The graph of the step that solvers see, priced on this device."""
-    training = Training(_case(task))
-    one_step = one_step_of(training.model, training.loss, training.optimizer)
-    traced, program = read(one_step, training.case.specs())
-    prepared = prepare(traced, program, pool_of(program), name=task.model)
-    return {"graph": prepared.extraction.graph.to_json()}
+    case = _case(task)
+    one_step = one_step_of(case.model(), case.loss(), case.optimizer())
+    return {"graph": traced_graph(one_step, case.specs(), task.model, "auto").to_json()}
 
 
 def floor(task: Task) -> dict[str, Any]:

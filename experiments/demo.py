@@ -59,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             again = _train(asked, "plain again", folder)
             budget = plain["peak"] // 2 // _MIB * _MIB
             inside = _train(asked, "inside", folder, budget)
-            times = _time(asked, inside, budget)
+            # The same plan within the same limit.
+            timed = replace(inside["task"], kind="timed")
+            times = _run("plain and inside by turns", timed, asked.out / "times.log")
         except RuntimeError as error:
             print(error, file=sys.stderr)
             return 1
@@ -82,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(
     asked: argparse.Namespace, name: str, folder: str, budget: int | None = None
 ) -> dict[str, Any]:
-    """Trains in a process of its own; the result says where the weights are.
+    """Trains in a process of its own; the result says with which task.
 
     Raises:
       RuntimeError: saying how it ended, if it broke down.
@@ -100,14 +102,7 @@ def _train(
         plan = str(Path(folder) / f"{name}.plan.json")
         task = replace(task, budget=budget, limit_mib=budget // _MIB, plan=plan)
     result = _run(what, task, asked.out / f"{name}.log")
-    return {**result, "weights": task.weights, "plan": task.plan}
-
-
-def _time(asked: argparse.Namespace, inside: Mapping[str, Any], budget: int) -> dict[str, Any]:
-    """Seconds of plain steps and of steps inside the budget."""
-    limit, plan = budget // _MIB, inside["plan"]
-    task = Task("timed", _MODEL, budget=budget, limit_mib=limit, plan=plan, exact=asked.exact)
-    return _run("plain and inside by turns", task, asked.out / "times.log")
+    return {**result, "task": task}
 
 
 def _run(what: str, task: Task, log: Path) -> dict[str, Any]:
@@ -134,7 +129,8 @@ def _table(
 ) -> str:
     seconds = [statistics.median(times[f"{which}_seconds"]) for which in ("plain", "lowered")]
     differences = [
-        _largest_difference(plain["weights"], other["weights"]) for other in (again, inside)
+        _largest_difference(plain["task"].weights, other["task"].weights)
+        for other in (again, inside)
     ]
     mebibytes = "{:.1f} MiB".format
     percent = "{:.1f} %".format

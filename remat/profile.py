@@ -273,7 +273,7 @@ def measured_pricer(
         measurement = measure_operations(
             wanted,
             device=device,
-            known=load_table(path) if path.exists() else Table(),
+            known=_table(path),
             path=path,
             share=share,
             progress=progress,
@@ -281,12 +281,12 @@ def measured_pricer(
         )
         if measurement.interrupted:
             raise KeyboardInterrupt
-        return Pricer(spec, load_table(path) if path.exists() else Table())
+        return Pricer(spec, _table(path))
 
     # Seconds can be told from other rows; scratch memory cannot, and a step that takes
     # more than was known does not fit.  So first the largest of each type that has no
     # row yet, which says whether the type takes any, then all others of such types.
-    known = {row.signature.op for row in load_table(path).rows} if path.exists() else set()
+    known = {row.signature.op for row in _table(path).rows}
     largest: dict[str, OpSignature] = {}
     for signature in sorted(set(signatures), key=lambda s: s.input_bytes + s.output_bytes):
         if signature.op not in known:
@@ -316,7 +316,7 @@ def measure_device(device: str | None = None) -> DeviceSpec:
     """
     device = device or default_device()
     path = table_path(device)
-    table = load_table(path) if path.exists() else Table()
+    table = _table(path)
     reference = _reference_operations(on_gpu=device.startswith("GPU"))
     measurement = measure_operations(
         reference, device=device, known=table, path=path, share=1.0, least_bytes=0
@@ -332,6 +332,11 @@ def table_path(device: str) -> Path:
     """Where the user's own costs of a device are recorded."""
     provenance = device_provenance(device)
     return cache_path(provenance["device"], provenance["driver"], provenance["tensorflow"])
+
+
+def _table(path: Path) -> Table:
+    """The table of a device, empty if nothing was measured on it yet."""
+    return load_table(path) if path.exists() else Table()
 
 
 def default_device() -> str:

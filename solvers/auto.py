@@ -132,9 +132,9 @@ class _Board:
         given = tuple(range(len(problem.graph)))
         self._start: tuple[Schedule, float] = given, _COLD_START
         self._fresh = False
-        # Whether it is far above the budget, and annealing it led nowhere; whether any did not.
+        # Whether it is far above the budget, and annealing it led nowhere.
         self._far, self._vain = self._is_far(simulate(problem.graph, given).peak), False
-        self._failed = False
+        self._failed = False  # whether any annealing found nothing within the budget
         self._start_cost = problem.graph.cost
         self.hopeful = True  # that proofs will suggest something
         seconds, count = monitor.remaining(), len(problem.graph)
@@ -167,7 +167,7 @@ class _Board:
         """One annealing; what it finds goes on the board."""
         problem = self.problem
         lost = self._best is None and (self._far or self._failed)
-        if lost and problem.minimize == "cost":
+        if problem.minimize == "cost" and lost:
             self._reach(seed)
         with self._lock:
             start, hot = self._start
