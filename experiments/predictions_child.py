@@ -16,9 +16,9 @@ import tensorflow as tf
 
 from remat import allocator
 from remat.compile import one_step_of
+from remat.device import default_device, device_provenance, table_path
 from remat.planning import read
 from remat.price import Profile, price
-from remat.profile import default_device, device_provenance, table_path
 from remat.profiles.price import cross_validate, load_pricer
 
 from .child import KINDS, Training, train

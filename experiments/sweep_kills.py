@@ -32,6 +32,7 @@ _BUDGETS = ("90%", "80%", "70%")
 _SOLVERS = ("moments", "chen_greedy", "griewank", "feng_huang")
 _SMALLEST, _STEP = 62, 4  # nodes of the graphs
 _TIMEOUT = 900.0  # seconds that anything here may take
+_SAID = 2000  # characters of a log to show
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,12 @@ def _sweep_with_kills(folder: Path, jobs: int) -> Outcome:
         command = [sys.executable, "-m", "remat", "sweep", "--store", str(store)]
         command += ["--graphs", f"{folder}/graphs/*.json", "--scheduler", address]
         command += ["--budgets", *_BUDGETS, "--solvers", *_SOLVERS]
-        with _process(command, folder / "sweep.log") as sweep:
-            _wait_for(lambda: len(_rows(store)) >= jobs // 4, sweep)
+        log = folder / "sweep.log"
+        with _process(command, log) as sweep:
+            _wait_for(lambda: len(_rows(store)) >= jobs // 4, sweep, log)
             at_worker_kill = len(_rows(store))
             worker.kill()
-            _wait_for(lambda: len(_rows(store)) >= jobs // 2, sweep)
+            _wait_for(lambda: len(_rows(store)) >= jobs // 2, sweep, log)
             sweep.kill()
             sweep.wait()
         before = _rows(store)
@@ -136,8 +138,9 @@ def _cluster(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     scheduler = [*dask, "scheduler", *local, "--port", "0", "--scheduler-file", str(file)]
     worker = [*dask, "worker", *local, "--nthreads", "1", "--no-nanny"]
     worker += ["--local-directory", str(folder / "workers"), "--scheduler-file", str(file)]
-    with _process(scheduler, folder / "scheduler.log") as process:
-        _wait_for(file.exists, process)
+    log = folder / "scheduler.log"
+    with _process(scheduler, log) as process:
+        _wait_for(file.exists, process, log)
         address = json.loads(file.read_text())["address"]
         with (
             _process(worker, folder / "worker1.log") as first,
@@ -159,17 +162,18 @@ def _process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byt
             process.kill()
 
 
-def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
     """Waits for something that a process does.
 
     Raises:
-      RuntimeError: if the process ends without it.
+      RuntimeError: if the process ends without it; with the end of its log.
       TimeoutError: if it does not do it.
     """
     give_up = time.monotonic() + _TIMEOUT
     while not condition():
         if process.poll() is not None:
-            raise RuntimeError(f"{process.args!r} ended with {process.returncode}; see its log")
+            said = log.read_text(encoding="utf-8")[-_SAID:]
+            raise RuntimeError(f"{process.args!r} ended with {process.returncode}: {said}")
         if time.monotonic() > give_up:
             raise TimeoutError(f"{process.args!r} took more than {_TIMEOUT:.0f} s")
         time.sleep(0.1)

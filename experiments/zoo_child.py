@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 import remat
-from remat.profile import default_device
+from remat.device import default_device
 
 from .blocks import Blocks
 from .process import Task, serve

@@ -18,7 +18,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .devices import DeviceSpec
 from .signature import OpSignature, TensorType
@@ -400,7 +400,11 @@ def _filter_gradient(signature: OpSignature) -> Work:
     kind = "convolution"
     if signature.op.startswith("Depthwise"):
         kind = "depthwise convolution"
-    return _convolution(signature, image, signature.outputs[0], result, f"{kind}, filter gradient")
+    kernel = signature.outputs[0]
+    work = _convolution(signature, image, kernel, result, f"{kind}, filter gradient")
+    if len(signature.outputs) == 2:  # the bias's gradient
+        return replace(work, flops=work.flops + result.elements)
+    return work
 
 
 def _pooling(signature: OpSignature, image: TensorType, result: TensorType) -> Work:
@@ -539,7 +543,8 @@ _COUNTS: Mapping[str, Callable[[OpSignature], Work]] = _table(
     ),
     (
         _filter_gradient,
-        "Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter",
+        "Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter "
+        "_MklNativeConv2DBackpropFilterWithBias",
     ),
     (_pool, "MaxPool AvgPool MaxPool3D AvgPool3D MaxPoolV2"),
     (_max_pool_gradient, "MaxPoolGrad MaxPool3DGrad"),

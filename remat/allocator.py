@@ -94,7 +94,7 @@ class Block:
 
     def holds(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor lies in it."""
-        return 0 <= _address(tensor) - self.address < self.bytes
+        return 0 <= address(tensor) - self.address < self.bytes
 
 
 _claimed: set[str] = set()  # devices
@@ -136,7 +136,7 @@ def claim(device: Device, count: int, least: int, unclaimed: int | None = None) 
         except tf.errors.ResourceExhaustedError:
             break  # after a wait of ten seconds for someone to free memory: once is enough
         _claimed.add(device.name)
-        block = Block(_address(tensor), size)
+        block = Block(address(tensor), size)
         del tensor
     return block
 
@@ -181,7 +181,7 @@ def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid | Non
     """
     # Something small may have been left in it since it was claimed.
     tensor, size = _chunk(device, block.bytes - block.bytes // 64)
-    block = Block(_address(tensor), size)
+    block = Block(address(tensor), size)
     del tensor
     # Free chunks are found by taking them: an allocation goes to the smallest one
     # that can hold it, and takes all of it below twice the request.
@@ -204,7 +204,7 @@ def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid | Non
             pass  # several holes: they are used, and not counted on
         else:
             others.append(_chunk(device, block.bytes))
-            block = Block(_address(tensor), chunk)
+            block = Block(address(tensor), chunk)
             del tensor
     sizes = pool.slots
     end = slots_end(sizes)
@@ -228,8 +228,8 @@ def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid | Non
             slots.append(_chunk(device, rest if whole else aligned((rest + beyond) // 4))[0])
             rest -= slots[-1].shape[0] * 4
         walls.append(_chunk(device, ALIGNMENT)[0])
-    lower = sorted((_address(t), chunk) for t, chunk in others if _address(t) < block.address)
-    higher = sorted((_address(t), chunk) for t, chunk in others if _address(t) > block.address)
+    lower = sorted((address(t), chunk) for t, chunk in others if address(t) < block.address)
+    higher = sorted((address(t), chunk) for t, chunk in others if address(t) > block.address)
     layout = Layout(
         in_use,
         tuple(chunk for _, chunk in lower),
@@ -261,7 +261,7 @@ def settled(device: Device, laid: Laid, free: Mapping[int, int]) -> Iterator[boo
         found[size] = []
         while True:
             tensor = _chunk(device, size)[0]
-            if not start <= _address(tensor) < end:
+            if not start <= address(tensor) < end:
                 break
             found[size].append(tensor)
         del tensor
@@ -308,7 +308,7 @@ def _chunk(device: Device, count: int) -> tuple[tf.Tensor, int]:
     return tensor, bytes_in_use(device) - before
 
 
-def _address(tensor: tf.Tensor) -> int:
+def address(tensor: tf.Tensor) -> int:
     """Where a tensor's bytes are."""
     capsule = tf.experimental.dlpack.to_dlpack(tensor)
     pointer = ctypes.pythonapi.PyCapsule_GetPointer

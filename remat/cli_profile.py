@@ -80,12 +80,11 @@ def register(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures the models one after the other; returns the exit status."""
+    from .device import default_device, table_path
+    from .planning import read
     from .price import price
-    from .profile import default_device, table_path
     from .profiles.price import cross_validate, load_pricer
     from .profiles.table import load_table, save_table
-    from .program import build
-    from .trace import trace
 
     if min(arguments.batch_size) < 1:
         raise ValueError(f"the batch size must be 1 or more, not {min(arguments.batch_size)}")
@@ -93,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         for batch_size in arguments.batch_size:
             model = _model(name, arguments.shape)
             function, specs = _training_step(model, batch_size, arguments.shape)
-            program = build(trace(function, specs))
+            _, program = read(function, specs)
             started = time.monotonic()
             prices = price(
                 program,

@@ -12,7 +12,9 @@ The rule of grouping:
 * A heavy operation A is merged into B, its only successor, if either B needs
   nothing large that A does not need, and returns no more than A; or A is
   elementwise with at most one large input, no larger than its output (B may
-  as well read that input).  Keeping A's value instead would never pay.
+  as well read that input).  Keeping A's value instead would never pay.  (But A
+  stays alone where it may write into the buffer of what it reads, B may not,
+  and the two together would hold more than any operation does by itself.)
 * A variable's update is thereby one node: every copy of what reads a large
   variable comes before the node that overwrites it (``Graph.order``).
 
@@ -219,6 +221,19 @@ def _merge(program: Program, heavy: _Heavy) -> list[list[int]]:
         kinds = ELEMENTWISE if inputs[number] else ELEMENTWISE | BROADCASTS
         return all(ops[index].type in kinds for index in members[number])
 
+    def takes_over(number: int) -> bool:
+        """Whether a group may write its value into the buffer of what it reads."""
+        return any(
+            heavy.root[ops[index].inputs[slot]][0] in inputs[number]
+            for index in members[number]
+            for slot in ops[index].forwards
+        )
+
+    # What some operation holds by itself.
+    floor = max(
+        (sum(map(size, {*inputs[n]} if takes_over(n) else {n, *inputs[n]})) for n in members),
+        default=0,
+    )
     pending = sorted(members, reverse=True)
     while pending:
         a = pending.pop()
@@ -232,6 +247,9 @@ def _merge(program: Program, heavy: _Heavy) -> list[list[int]]:
             elementwise(a) and len(inputs[a]) <= 1 and all(size(x) <= size(a) for x in inputs[a])
         )
         if not (nothing_else or passes_through):
+            continue
+        held = sum(map(size, inputs[a] | inputs[b]))
+        if size(b) < size(a) and takes_over(a) and held > floor:
             continue
         for index in members[a]:
             group[index] = b

@@ -19,12 +19,15 @@ from tensorflow.python.eager import context
 
 from .allocator import UNWRITTEN
 from .memory import Event, Fillers
+from .onednn import MERGED, second_name, unmerge
 from .program import Kind, Program
 
 # oneDNN's layout pass fuses these with the convolution beside them, without
 # regard for control edges, and so closes cycles ("N nodes in a cycle").  An
-# identity in front hides the pattern: (operation, input).
+# identity in front hides the pattern: (operation, input).  What it would fuse
+# in the plain step is one operation already (``onednn``).
 _SHIELDED = {"BiasAdd": 0, "BiasAddGrad": 0, "Conv2D": 0, "DepthwiseConv2dNative": 0, "Conv3D": 0}
+_FILLER = "remat/filler_"  # prefix of their nodes' names
 _DROPPED_ATTRIBUTES = ("_class", "_output_shapes", "_grappler_do_not_remove")
 
 
@@ -48,7 +51,9 @@ def lower(
     """
     graph_def, names = build_graph(program, events, fillers or {})
     newest = {event.op: index for index, event in enumerate(events)}
-    outputs = [f"{names[newest[op]]}:{number}" for op, number in program.outputs]
+    outputs = [
+        _tensor(program, events, names, newest[op], number) for op, number in program.outputs
+    ]
     specs = [
         tf.TensorSpec(program.ops[index].shapes[0], program.ops[index].dtypes[0])
         for index in program.inputs
@@ -135,54 +140,66 @@ def build_graph(
             _as_placeholder(node, op.dtypes[0])
             continue
         node.input.extend(
-            names[source] if number == 0 else f"{names[source]}:{number}"
-            for source, number in event.inputs
+            _tensor(program, events, names, source, number) for source, number in event.inputs
         )
         node.input.extend(f"^{names[newest[effect]]}" for effect in op.controls)
         if op.kind not in (Kind.PURE, Kind.ONCE):
             continue
-        fill = [
-            (f"remat/filler_{index}_{number}", filler)
-            for number, filler in enumerate(fillers.get(index, ()))
-        ]
-        for filler_name, filler in fill:
-            _allocate(graph_def, filler_name, filler.bytes, previous)
-            previous = filler_name
-        for filler_name, filler in fill:
-            if not filler.during:
-                previous = _give_back(graph_def, filler_name, previous)
+        before: list[str] = []
+        during: list[str] = []
+        for number, filler in enumerate(fillers.get(index, ())):
+            previous = _allocate(graph_def, f"{_FILLER}{index}_{number}", filler.bytes, previous)
+            (during if filler.during else before).append(previous)
+        previous = _give_back(graph_def, f"{_FILLER}{index}/before", before, previous)
         if previous is not None and f"^{previous}" not in node.input:
             node.input.append(f"^{previous}")
-        previous = name
-        for filler_name, filler in fill:
-            if filler.during:
-                previous = _give_back(graph_def, filler_name, previous)
+        previous = _give_back(graph_def, f"{_FILLER}{index}/after", during, name)
         if op.type in _SHIELDED:
             slot = _SHIELDED[op.type]
             shield = graph_def.node.add(name=f"{name}/shield", op="Identity")
             shield.attr["T"].type = op.dtypes[0].as_datatype_enum
             shield.input.append(node.input[slot])
             node.input[slot] = shield.name
+        if op.type == MERGED:
+            unmerge(node, graph_def.node.add())
     return graph_def, names
 
 
-def _allocate(graph_def: graph_pb2.GraphDef, name: str, count: int, after: str | None) -> None:
+def _tensor(
+    program: Program, events: Sequence[Event], names: Sequence[str], event: int, number: int
+) -> str:
+    """The name of an output of an event."""
+    if number == 1 and program.ops[events[event].op].type == MERGED:
+        return f"{second_name(names[event])}:0"
+    return f"{names[event]}:{number}"
+
+
+def _allocate(graph_def: graph_pb2.GraphDef, name: str, count: int, after: str | None) -> str:
     """Adds a node that allocates ``count`` bytes and does nothing with them."""
     node = graph_def.node.add(name=name, op=UNWRITTEN)
     node.attr["dtype"].type = types_pb2.DT_FLOAT
     node.attr["shape"].shape.dim.add(size=count // 4)
     if after is not None:
         node.input.append(f"^{after}")
+    return name
 
 
-def _give_back(graph_def: graph_pb2.GraphDef, filler: str, after: str | None) -> str:
-    """Adds the last reader of a filler; what it returns nobody reads."""
-    node = graph_def.node.add(name=f"{filler}/end", op="Identity")
-    node.attr["T"].type = types_pb2.DT_FLOAT
-    node.input.append(filler)
-    if after is not None and after != filler:
+def _give_back(
+    graph_def: graph_pb2.GraphDef, name: str, fillers: Sequence[str], after: str | None
+) -> str | None:
+    """Adds the last reader of some fillers; what it returns nobody reads.
+
+    Returns:
+      What the next node comes after: this one, if there are any fillers.
+    """
+    if not fillers:
+        return after
+    node = graph_def.node.add(name=name, op="IdentityN")
+    node.attr["T"].list.type.extend([types_pb2.DT_FLOAT] * len(fillers))
+    node.input.extend(fillers)
+    if after is not None and after not in fillers:
         node.input.append(f"^{after}")
-    return node.name
+    return name
 
 
 def _as_placeholder(node: node_def_pb2.NodeDef, dtype: tf.DType) -> None:

@@ -12,12 +12,12 @@ from . import allocator
 from .allocator import Device
 from .arena import GRAIN
 from .calibrate import requested_by_op
+from .device import device_provenance
 from .lower import node_name
 from .measured import Measured, Operation
 from .memory import requests, simulate
 from .planning import Planned, Prepared
 from .plots import of_allocations, of_runs
-from .profile import device_provenance
 from .program import Kind
 from .timeline import record, record_seconds
 

@@ -12,19 +12,21 @@ and the step's allocations are known.  So
 2. ``place`` follows the step through the model of the allocator.  Where an
    allocation would go elsewhere and be in the way of another one, fillers are
    allocated just before it: what is left free then is a chunk that fits
-   exactly, and an exact fit is the best fit.  A filler takes a microsecond and
-   its memory is never touched.
+   exactly, and an exact fit is the best fit.  A filler takes some microseconds
+   and its memory is never touched.
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
-from .arena import GRAIN, Arena, Chunk, Pool, aligned, is_split
+from .arena import GRAIN, Arena, Chunk, Layout, OutOfMemoryError, Pool, aligned, is_split
 from .memory import Filler, Fillers, Requests
 from .packing import Blocks, pack
 
@@ -112,7 +114,10 @@ def place(requests: Requests, pool: Pool, ceiling: int, *, seed: int = 0) -> Pla
         area = next(area for area in reversed(areas) if area.start <= start)
         address = area.address + start - area.start
         cells[number] = _Cell(address, address + room, first[number], last[number])
-    fillers, astray = _Steering(requests, arena, areas, cells).run()
+    assert pool.layout is not None
+    area = areas[-1]
+    beyond = range(area.address + area.chunk, _area_end(pool.layout) + pool.layout.beyond)
+    fillers, astray = _Steering(requests, arena, areas, beyond, cells).run()
     return Placement(fillers, height, capacity, astray)
 
 
@@ -120,8 +125,8 @@ def _areas(arena: Arena, pool: Pool, requests: Requests, ceiling: int) -> list[_
     """What there is to place blocks in: large free chunks, then the layout's area."""
     layout = pool.layout
     assert layout is not None
-    start = layout.in_use + sum(layout.before)
-    end = start + layout.slots_end + layout.area
+    end = _area_end(layout)
+    start = end - layout.area - layout.slots_end
     # The slots for this step's results are for nothing else.
     results = [arena.allocate(requests.sizes[number]) for number in requests.kept]
     chunks = [
@@ -146,6 +151,11 @@ def _areas(arena: Arena, pool: Pool, requests: Requests, ceiling: int) -> list[_
         areas.append(_Area(start, chunk.address, max(0, size // GRAIN * GRAIN), chunk.size))
         start += areas[-1].size + GRAIN
     return areas
+
+
+def _area_end(layout: Layout) -> int:
+    """The address where a layout's area ends, and what must not be used begins."""
+    return layout.in_use + sum(layout.before) + layout.slots_end + layout.area
 
 
 def _rooms(requests: Requests) -> dict[int, int]:
@@ -181,11 +191,13 @@ class _Steering:
         requests: Requests,
         arena: Arena,
         areas: Sequence[_Area],
+        beyond: range,
         cells: Mapping[int, _Cell],
     ) -> None:
         self.requests = requests
         self.arena = arena
         self.areas = areas
+        self.beyond = beyond  # addresses that are not to be used
         self.placed = cells
         self.chunks: dict[int, Chunk] = {}  # of the requests that are held
         first, self.last = requests.lifetimes()
@@ -222,29 +234,41 @@ class _Steering:
         return fillers, astray
 
     def _steer(self, event: int) -> tuple[Filler, ...] | None:
-        """The fillers with which an event's allocations are in nobody's way, if
-        there are any; leaves the arena as it was."""
-        fillers: tuple[Filler, ...] | None = ()
-        carved = False
+        """The fewest fillers known with which an event's allocations are in nobody's
+        way, if there are any; leaves the arena as it was."""
+        found = [self._corrected(event, ())]
+        if found != [()]:
+            carved = [self._carved(event, beside) for beside in ("walls", "all", "below")]
+            found += [self._corrected(event, fillers) for fillers in carved if fillers is not None]
+        return min((fillers for fillers in found if fillers is not None), key=len, default=None)
+
+    def _corrected(self, event: int, fillers: tuple[Filler, ...]) -> tuple[Filler, ...] | None:
+        """The fillers, and as many more as it takes, if that helps."""
         for _ in range(_TRIES):
-            assert fillers is not None
-            held = self._hold(fillers)
-            astray = self._allocate(event)
+            try:
+                astray = self._astray(event, fillers)
+            except OutOfMemoryError:
+                return None
+            if astray is None:
+                return fillers
+            more = self._blocked(fillers, *astray)
+            if more is None:
+                return None
+            fillers = more
+        return None
+
+    def _astray(self, event: int, fillers: Sequence[Filler]) -> tuple[int, int] | None:
+        """The free chunk, as address and size, from which an event takes something that
+        is then in another's way; None if there is none.  Leaves the arena as it was."""
+        held = self._hold(fillers)
+        try:
+            return self._allocate(event)
+        finally:
             for number in reversed(self.requests.taken[event]):
                 if number in self.chunks:
                     self.arena.free(self.chunks.pop(number))
             for chunk in held:
                 self.arena.free(chunk)
-            if astray is None:
-                return fillers
-            number, address, size = astray
-            if number in self.placed and not carved:
-                fillers, carved = self._carved(event), True
-            else:
-                fillers = self._blocked(fillers, address, size)
-            if fillers is None:
-                return None
-        return None
 
     def _hold(self, fillers: Sequence[Filler]) -> list[Chunk]:
         """Allocates fillers; returns the chunks that are held during the event."""
@@ -254,12 +278,12 @@ class _Steering:
                 self.arena.free(chunk)
         return [chunk for chunk, filler in zip(chunks, fillers, strict=True) if filler.during]
 
-    def _allocate(self, event: int) -> tuple[int, int, int] | None:
+    def _allocate(self, event: int) -> tuple[int, int] | None:
         """Makes an event's allocations.
 
         Returns:
-          The first one that is in the way of another, with address and size of
-          the free chunk that it went into; None if there is none.
+          Address and size of the free chunk that the first of them which is in the
+          way of another one went into; None if there is none.
         """
         astray = None
         for number in self.requests.taken[event]:
@@ -268,12 +292,14 @@ class _Steering:
             chunk = self.arena.allocate(self.requests.sizes[number])
             self.chunks[number] = chunk
             if astray is None and not self._is_clear(number, chunk):
-                astray = number, address, size
+                astray = address, size
         return astray
 
     def _is_clear(self, number: int, chunk: Chunk) -> bool:
         """Whether a request's chunk is in nobody's way as long as it is held."""
         start, end = chunk.address, chunk.address + chunk.size
+        if start in self.beyond and number in self.placed:
+            return False
         for area in self.areas:
             within = start - area.address
             if 0 <= within < area.chunk:
@@ -288,32 +314,20 @@ class _Steering:
         meets = (self.starts[coming:] < end) & (self.ends[coming:] > start)
         return not np.any(meets & (self.firsts[coming:] <= self.last[number]))
 
-    def _carved(self, event: int) -> tuple[Filler, ...] | None:
-        """Fillers that leave exactly the cells of an event's requests free."""
+    def _carved(
+        self, event: int, beside: Literal["walls", "all", "below"]
+    ) -> tuple[Filler, ...] | None:
+        """Fillers that leave the cells of an event's requests free, to be exact fits.
+
+        What is held beside a cell while the event runs is a wall on either side, or all
+        that was free there, or only what was free below (then the cell is where what is
+        left begins, and the best fit if nothing else is).  A little takes few bytes, but
+        whatever else is large enough has to be taken first; much takes many pieces, as
+        a chunk is cut only for less than half of its size.
+        """
         fillers: list[Filler] = []
         held: list[Chunk] = []
-
-        def fill(address: int, count: int, during: bool) -> None:
-            """Takes ``count`` bytes at ``address``, where a free chunk starts."""
-            while count > 0:
-                chunk = self.arena.free_at(address)
-                if chunk is None:
-                    return
-                part = count
-                if count < chunk.size and not is_split(chunk.size, count):
-                    part = min(count, chunk.size // 2 // GRAIN * GRAIN) or chunk.size
-                while True:
-                    found = self.arena.best_fit(part)
-                    if found is None or found.address == address:
-                        break
-                    # A better fit elsewhere: taken until the event runs.
-                    fillers.append(Filler(found.size, False))
-                    held.append(self.arena.allocate(found.size))
-                fillers.append(Filler(part, during))
-                held.append(self.arena.allocate(part))
-                address += held[-1].size
-                count -= held[-1].size
-
+        fill = functools.partial(self._fill, fillers, held)
         mine = [self.placed[n] for n in self.requests.taken[event] if n in self.placed]
         chunks = [self.arena.free_around(cell.start) for cell in mine]
         found = all(
@@ -324,35 +338,71 @@ class _Steering:
             return None  # another request is astray, in this one's cell
         # Small chunks first: they are better fits than what is left of large ones.
         sizes = [chunk.size for chunk in chunks if chunk is not None]
-        for _, cell in sorted(
-            zip(sizes, mine, strict=True), key=lambda pair: (pair[0], pair[1].start)
-        ):
+        order = sorted(zip(sizes, mine, strict=True), key=lambda pair: (pair[0], pair[1].start))
+        for _, cell in order:
             chunk = self.arena.free_around(cell.start)
             assert chunk is not None
-            wall = min(GRAIN, cell.start - chunk.address)
-            fill(chunk.address, cell.start - wall - chunk.address, False)
+            end = chunk.address + chunk.size
+            below = cell.start - chunk.address
+            wall = min(GRAIN, below) if beside == "walls" else below
+            fill(chunk.address, below - wall, False)
             fill(cell.start - wall, wall, True)
+            if beside == "below":
+                continue
             fill(cell.start, cell.end - cell.start, False)
-            fill(cell.end, GRAIN, True)
+            if beside == "walls":
+                fill(cell.end, GRAIN, True)
+            elif not any(cell.end <= other.start < end for other in mine):  # whose below it is
+                fill(cell.end, self._reach(chunk) - cell.end, True)
         for taken in held:
             self.arena.free(taken)
         return tuple(fillers)
+
+    def _fill(
+        self, fillers: list[Filler], held: list[Chunk], address: int, count: int, during: bool
+    ) -> None:
+        """Takes ``count`` bytes at ``address``, where a free chunk starts, if there is one."""
+        while count > 0:
+            chunk = self.arena.free_at(address)
+            if chunk is None:
+                return
+            part = count
+            if count < chunk.size and not is_split(chunk.size, count):
+                part = min(count, chunk.size // 2 // GRAIN * GRAIN) or chunk.size
+            while True:
+                found = self.arena.best_fit(part)
+                if found is None or found.address == address:
+                    break
+                # A better fit elsewhere: taken until the event runs.
+                fillers.append(Filler(found.size, False))
+                held.append(self.arena.allocate(found.size))
+            fillers.append(Filler(part, during))
+            held.append(self.arena.allocate(part))
+            address += held[-1].size
+            count -= held[-1].size
+
+    def _reach(self, chunk: Chunk) -> int:
+        """How far up in a free chunk fillers may reach: to a wall above its area, since
+        what there is beyond that is above the ceiling."""
+        end = chunk.address + chunk.size
+        for area in self.areas:
+            if area.address <= chunk.address < area.address + area.chunk:
+                return min(end, area.address + area.size + GRAIN)
+        return end
 
     def _blocked(
         self, fillers: Sequence[Filler], address: int, size: int
     ) -> tuple[Filler, ...] | None:
         """The fillers, and what keeps an event out of one more free chunk."""
         held = [self.arena.allocate(filler.bytes) for filler in fillers]
-        result: list[Filler] | None = [
+        result = [
             replace(filler, during=True) if address <= chunk.address < address + size else filler
             for filler, chunk in zip(fillers, held, strict=True)
         ]
         if result == list(fillers):
-            found = self.arena.best_fit(size) if size else None
-            if found is not None and (found.address, found.size) == (address, size):
-                result.append(Filler(size, True))
-            else:
-                result = None
+            chunk = self.arena.free_at(address)
+            if chunk is not None and chunk.size == size:
+                self._fill(result, held, address, self._reach(chunk) - address, True)
         for chunk in held:
             self.arena.free(chunk)
-        return None if result is None else tuple(result)
+        return tuple(result) if result != list(fillers) else None

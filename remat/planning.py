@@ -23,6 +23,7 @@ from .calibrate import Corrections
 from .executor import execution_order
 from .extract import Extraction, expand, extract
 from .memory import Event, Fillers, Requests, Usage, requests, simulate
+from .onednn import merge_bias_gradients
 from .placement import place
 from .price import Prices, Profile, price
 from .program import Kind, Program, build
@@ -152,11 +153,11 @@ def read(
     if traced_for is not None:
         traced = trace(function, input_signature, autograph=autograph, traced_for=traced_for)
         try:
-            return traced, build(traced)
+            return traced, merge_bias_gradients(build(traced))
         except TraceError:
             pass  # a loop, say, has lost a shape: agreement up to the last digits is left
     traced = trace(function, input_signature, autograph=autograph)
-    return traced, build(traced)
+    return traced, merge_bias_gradients(build(traced))
 
 
 def plain_usage(program: Program, workspace: Mapping[int, int], pool: Pool) -> Usage:
@@ -425,30 +426,35 @@ def _carry_out(prepared: Prepared, plan: Plan, target: int, ceiling: int, seed: 
 def _place(
     asked: Requests, pool: Pool, budget: int, ceiling: int, seed: int
 ) -> tuple[Fillers, Usage, int]:
-    """Finds a place for everything, or trusts the allocator to.
+    """Trusts the allocator to find a place for everything, or finds them.
 
     Returns:
       Fillers, what the events take, and how much of that must be below the ceiling.
     """
+    try:
+        usage = simulate(asked, pool)
+    except OutOfMemoryError:
+        usage = None
+    if usage is not None and usage.peak <= ceiling:
+        return {}, usage, usage.peak
     over = 0
     if pool.layout is not None and pool.quiet:
         try:
             placement = place(asked, pool, ceiling, seed=seed)
             over = placement.height - placement.capacity
             if over <= 0:
-                usage = simulate(asked, pool, placement.fillers)
+                placed = simulate(asked, pool, placement.fillers)
                 # Fillers too are within the budget, if not below the ceiling.
-                if usage.peak <= budget:
-                    return placement.fillers, usage, ceiling
+                if placed.peak <= budget:
+                    return placement.fillers, placed, ceiling
         except OutOfMemoryError:
             over = 1  # something is astray
-    try:
-        usage = simulate(asked, pool)
+    if usage is not None:
         return {}, usage, usage.peak
-    except OutOfMemoryError:
-        usage = simulate(asked, replace(pool, limit=None, layout=None, quiet=False))
-        needed = ceiling + over if over > 0 else max(usage.peak, int(ceiling * _OVERFULL))
-        return {}, usage, needed
+    # Neither way there is enough: what lacks is known if the places were counted.
+    usage = simulate(asked, replace(pool, limit=None, layout=None, quiet=False))
+    lacking = over if over > 0 else max(usage.peak - ceiling, int(ceiling * (_OVERFULL - 1)))
+    return {}, usage, ceiling + lacking
 
 
 def _run_once(program: Program, threshold: int) -> dict[str, tuple[int, int]]:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
-from .profile import device_at_hand, measured_pricer, signature_of
+from .profile import measured_pricer, spec_at_hand
 from .profiles.price import Coverage, Price, coverage, load_pricer
 from .profiles.signature import OpSignature, TensorType
 from .program import KEPT_SCRATCH, Kind, Program
+from .signatures import signature_of
 
 Profile = str | os.PathLike[str] | Mapping[str, float]
 
@@ -38,7 +39,7 @@ def price(
     program: Program,
     profile: Profile = "auto",
     *,
-    deadline: float = 20.0,
+    deadline: float = 12.0,
     progress: Callable[[int, int, OpSignature], None] | None = None,
 ) -> Prices:
     """Prices every operation that computes.
@@ -55,11 +56,11 @@ def price(
     Raises:
       UnknownDeviceError, TableError: if ``profile`` names nothing usable.
     """
-    signatures = _signatures(program)
+    signatures = signatures_of(program)
     if profile == "auto":
         pricer = measured_pricer(signatures.values(), deadline=deadline, progress=progress)
     elif isinstance(profile, Mapping):
-        pricer = load_pricer(profile, device_at_hand())
+        pricer = load_pricer(profile, spec_at_hand())
     else:
         pricer = load_pricer(profile)
     distinct = {signature: pricer.price(signature) for signature in set(signatures.values())}
@@ -81,7 +82,7 @@ def price(
     )
 
 
-def _signatures(program: Program) -> dict[int, OpSignature]:
+def signatures_of(program: Program) -> dict[int, OpSignature]:
     """The signature of every operation that computes, by its index."""
     constants: dict[int, np.ndarray] = {}
     for index, op in enumerate(program.ops):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -87,6 +87,31 @@ class Program:
     inputs: tuple[int, ...]
     captures: tuple[tuple[int, tf.Tensor], ...] = field(repr=False)
     library: graph_pb2.GraphDef = field(repr=False)
+
+    def rewritten(
+        self,
+        ops: Iterable[Op],
+        nodes: Iterable[node_def_pb2.NodeDef],
+        moved: Mapping[int, Tensor],
+    ) -> Program:
+        """The same step made of other operations.
+
+        Args:
+          ops, nodes: all of them.
+          moved: of each old operation that the step takes, returns or must run,
+            where its first output is now (the others follow it).
+        """
+        return replace(
+            self,
+            ops=tuple(ops),
+            nodes=tuple(nodes),
+            outputs=tuple(
+                (moved[index][0], moved[index][1] + number) for index, number in self.outputs
+            ),
+            targets=tuple(moved[index][0] for index in self.targets),
+            inputs=tuple(moved[index][0] for index in self.inputs),
+            captures=tuple((moved[index][0], external) for index, external in self.captures),
+        )
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:

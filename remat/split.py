@@ -143,15 +143,8 @@ class _Splitter:
                     replace(op, inputs=inputs, controls=self.new(op.controls)),
                     program.nodes[index],
                 )
-        return replace(
-            program,
-            ops=tuple(self.ops),
-            nodes=tuple(self.nodes),
-            outputs=tuple((self.moved[index], number) for index, number in program.outputs),
-            targets=self.new(program.targets),
-            inputs=self.new(program.inputs),
-            captures=tuple((self.moved[index], tensor) for index, tensor in program.captures),
-        )
+        moved = {old: (new, 0) for old, new in self.moved.items()}
+        return program.rewritten(self.ops, self.nodes, moved)
 
     def new(self, indices: Sequence[int]) -> tuple[int, ...]:
         """New indices of operations outside of updates, or of the ends of updates."""

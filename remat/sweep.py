@@ -32,6 +32,7 @@ FAILED = "failed"
 """Status of a job that broke down; the others are those of a solve (``solvers.Status``)."""
 
 _SUBMITTED = 1024  # jobs handed over and not done, at most: their graphs are in memory
+_PATIENCE = 60.0  # seconds that another process may hold the store
 _VERSION = 1  # of the store, in SQLite's own field for it
 
 _Task = TypeVar("_Task")
@@ -190,11 +191,13 @@ class Store:
         """
         self.path = path
         try:
-            self._database = sqlite3.connect(path)
+            self._database = sqlite3.connect(path, timeout=_PATIENCE)
             with self._database as database:
+                # Another process may make the store at the same time.
+                database.execute("BEGIN IMMEDIATE")
                 (version,) = database.execute("PRAGMA user_version").fetchone()
                 fresh = not database.execute("SELECT * FROM sqlite_master").fetchall()
-                if fresh:  # as another process may find at the same time
+                if fresh:
                     database.execute(f"PRAGMA user_version = {_VERSION}")
                 elif version != _VERSION:
                     raise ValueError(f"{path} is not a store of this version of remat sweep")

@@ -35,8 +35,7 @@ class Allocation:
 
 def record(run: Callable[[], object], *, on_gpu: bool) -> list[Allocation]:
     """Runs a function under the profiler and returns its allocations in order."""
-    space = _profile(run)
-    return sorted(_allocations(space, on_gpu), key=lambda allocation: allocation.seconds)
+    return allocations(profile(run), on_gpu=on_gpu)
 
 
 def record_seconds(run: Callable[[], object], *, on_gpu: bool) -> dict[str, float]:
@@ -46,7 +45,7 @@ def record_seconds(run: Callable[[], object], *, on_gpu: bool) -> dict[str, floa
     On a CPU that is the time inside the kernel; on a GPU the time of the
     kernels that it launched, on all streams.
     """
-    space = _profile(run, device=int(on_gpu))
+    space = profile(run, device=int(on_gpu))
     seconds: dict[str, float] = defaultdict(float)
     for plane in space.planes:
         if plane.name.startswith("/device:GPU") != on_gpu:
@@ -62,10 +61,15 @@ def record_seconds(run: Callable[[], object], *, on_gpu: bool) -> dict[str, floa
     return dict(seconds)
 
 
-def _profile(run: Callable[[], object], *, device: int = 0) -> xplane_pb2.XSpace:
+def profile(run: Callable[[], object], *, device: int = 0) -> xplane_pb2.XSpace:
     """What the profiler saw of a run: each operation and allocation, and kernels on a
-    device if asked for."""
+    device if asked for.
+
+    Raises:
+      tf.errors.AlreadyExistsError: if someone else is profiling.
+    """
     with tempfile.TemporaryDirectory() as folder:
+        # Level 1 is what records memory; without any device tracing it is cheap.
         options = tf.profiler.experimental.ProfilerOptions(
             host_tracer_level=1, python_tracer_level=0, device_tracer_level=device
         )
@@ -77,7 +81,8 @@ def _profile(run: Callable[[], object], *, device: int = 0) -> xplane_pb2.XSpace
     return space
 
 
-def _allocations(space: xplane_pb2.XSpace, on_gpu: bool) -> list[Allocation]:
+def allocations(space: xplane_pb2.XSpace, *, on_gpu: bool) -> list[Allocation]:
+    """The allocations of a profile, in order."""
     found = []
     for plane in space.planes:
         for line in plane.lines:
@@ -90,14 +95,31 @@ def _allocations(space: xplane_pb2.XSpace, on_gpu: bool) -> list[Allocation]:
                     continue
                 found.append(
                     Allocation(
-                        seconds=(line.timestamp_ns * 1000 + event.offset_ps) * 1e-12,
+                        seconds=_seconds(line, event),
                         requested=sign * stats.number("requested_bytes"),
                         chunk=sign * stats.number("allocation_bytes"),
                         address=stats.number("addr"),
                         op=stats.text("tf_op"),
                     )
                 )
+    return sorted(found, key=lambda allocation: allocation.seconds)
+
+
+def stretches(space: xplane_pb2.XSpace, prefix: str) -> list[tuple[str, float, float]]:
+    """What was marked by a ``Trace`` whose name starts so: name, begin and end in seconds."""
+    found = []
+    for plane in space.planes:
+        for line in plane.lines:
+            for event in line.events:
+                name = plane.event_metadata[event.metadata_id].name
+                if name.startswith(prefix):
+                    start = _seconds(line, event)
+                    found.append((name, start, start + event.duration_ps * 1e-12))
     return found
+
+
+def _seconds(line: xplane_pb2.XLine, event: xplane_pb2.XEvent) -> float:
+    return (line.timestamp_ns * 1000 + event.offset_ps) * 1e-12
 
 
 class _Stats:

@@ -118,7 +118,7 @@ def take(size):
     return tf.raw_ops.Empty(shape=[size], dtype=tf.uint8, init=False)
 
 def offsets(tensors):
-    return [allocator._address(tensor) - block.address for tensor in tensors]
+    return [allocator.address(tensor) - block.address for tensor in tensors]
 
 batches = [take(1 << 20) for _ in range(3)]
 results = [take(3 << 20) for _ in range(2)]

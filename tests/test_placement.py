@@ -117,7 +117,7 @@ x = keras.layers.MaxPooling2D()(x)
 model = keras.Model(inputs, keras.layers.Dense(10)(keras.layers.GlobalAveragePooling2D()(x)))
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 specs = tf.TensorSpec((32, 96, 96, 3)), tf.TensorSpec((32,), tf.int32)
-step = remat.compile(model, loss, "adam", *specs, budget=160 << 20, profile={{}})
+step = remat.compile(model, loss, "adam", *specs, budget={budget} << 20, profile={{}})
 peaks = []
 for number, (x, y) in enumerate(zip(batches(specs[0], 5), batches(specs[1], 5))):
     x, y = tf.constant(x), tf.constant(y)
@@ -129,17 +129,32 @@ answer(predicted=step.plan.peak, peaks=peaks, fillers=len(step.compiled.planned.
 LIMITED = {**COUNTED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": "160"}
 
 
+# Whether the allocator finds places by itself depends on the machine's kernels.
+NEVER_BY_ITSELF = """
+from remat import arena, memory, planning
+
+def simulate(asked, pool, fillers=None):
+    if pool.layout is not None and fillers is None:
+        raise arena.OutOfMemoryError
+    return memory.simulate(asked, pool, fillers or {})
+
+planning.simulate = simulate
+"""
+
+
 def test_every_tensor_lies_where_it_should() -> None:
-    found = run(BODY.format(before=""), LIMITED)
+    limited = {**LIMITED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": "130"}
+    found = run(BODY.format(before=NEVER_BY_ITSELF, budget=130), limited)
     assert found["fillers"] > 0
-    assert max(found["peaks"]) <= 160 * MIB
+    assert max(found["peaks"]) <= 130 * MIB
     assert max(found["peaks"]) == pytest.approx(found["predicted"], rel=0.005)
 
 
 def test_a_run_corrects_what_was_wrongly_thought_of_kernels() -> None:
     """The first run shows which operations take over the buffers of their inputs."""
     found = run(
-        BODY.format(before="import remat.program; remat.program._FORWARDS.clear()"), LIMITED
+        BODY.format(before="import remat.program; remat.program._FORWARDS.clear()", budget=160),
+        LIMITED,
     )
     assert max(found["peaks"]) <= 160 * MIB
     assert max(found["peaks"]) == pytest.approx(found["predicted"], rel=0.005)
