@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .arena import Arena, Chunk, Pool
+from .arena import GRAIN, Arena, Chunk, Pool, aligned
 from .program import KEPT_SCRATCH, SCRATCH_FIRST, Kind, Program, Tensor
 
 _STEPS = 12  # runs, at most, until batches and results lie where they did before
@@ -99,12 +99,15 @@ class Usage:
         for want of a chunk: the highest address used.
       requested_peak: most bytes requested, resident included.
       held: most bytes in use while each event runs, as the allocator counts them.
+      settled: whether each of the results lies in a slot of its size, so that the
+        next step finds the pool as this one did.
     """
 
     peak: int
     footprint: int
     requested_peak: int
     held: tuple[int, ...] = field(repr=False)
+    settled: bool
 
 
 def simulate(requests: Requests, pool: Pool, fillers: Fillers | None = None) -> Usage:
@@ -121,7 +124,7 @@ def simulate(requests: Requests, pool: Pool, fillers: Fillers | None = None) -> 
     arena = pool.arena()
     batch, results = pool.batch(arena), pool.last_results(arena)
     held: list[int] = []
-    peak = 0
+    peak, settled = 0, True
     # In a quiet pool every step finds the same; else they are followed until
     # batches and results lie where they did before.
     seen: set[tuple[int, ...]] = set()
@@ -133,12 +136,18 @@ def simulate(requests: Requests, pool: Pool, fillers: Fillers | None = None) -> 
         start = arena.in_use
         held, returned = _simulate_step(requests, arena, fillers or {})
         peak = max(peak, start, *held)
+        if pool.layout is not None:
+            sizes = [aligned(requests.sizes[number]) for number in requests.kept]
+            settled = all(
+                size < GRAIN or (size == chunk.size and pool.layout.in_slot(chunk))
+                for size, chunk in zip(sizes, returned, strict=True)
+            )
         following = pool.batch(arena)
         for chunk in (*batch, *results):
             arena.free(chunk)
         batch, results = following, returned
     requested = max(requests.timeline(pool.resident), default=pool.resident)
-    return Usage(peak, arena.footprint, requested, tuple(held))
+    return Usage(peak, arena.footprint, requested, tuple(held), settled)
 
 
 def _simulate_step(

@@ -125,21 +125,20 @@ def _areas(arena: Arena, pool: Pool, requests: Requests, ceiling: int) -> list[_
     """What there is to place blocks in: large free chunks, then the layout's area."""
     layout = pool.layout
     assert layout is not None
+    slots = range(layout.slots_start, layout.slots_start + layout.slots_end)
     end = _area_end(layout)
-    start = end - layout.area - layout.slots_end
     # The slots for this step's results are for nothing else.
     results = [arena.allocate(requests.sizes[number]) for number in requests.kept]
     chunks = [
         chunk
         for chunk in arena.free_chunks()
         if chunk.size >= _SMALLEST_HOLE
-        and (chunk.address < start + layout.slots_end or chunk.address >= end + layout.beyond)
+        and (chunk.address < slots.stop or chunk.address >= end + layout.beyond)
     ]
     for chunk in results:
         arena.free(chunk)
     # The area last: what is left of it stays in one piece.
-    chunks += [chunk for chunk in arena.free_chunks() if chunk.address == start + layout.slots_end]
-    slots = range(start, start + layout.slots_end)
+    chunks += [chunk for chunk in arena.free_chunks() if chunk.address == slots.stop]
     left = ceiling - layout.in_use - layout.slots_end
     areas: list[_Area] = []
     start = 0
@@ -155,7 +154,7 @@ def _areas(arena: Arena, pool: Pool, requests: Requests, ceiling: int) -> list[_
 
 def _area_end(layout: Layout) -> int:
     """The address where a layout's area ends, and what must not be used begins."""
-    return layout.in_use + sum(layout.before) + layout.slots_end + layout.area
+    return layout.slots_start + layout.slots_end + layout.area
 
 
 def _rooms(requests: Requests) -> dict[int, int]:

@@ -431,10 +431,13 @@ def _place(
     Returns:
       Fillers, what the events take, and how much of that must be below the ceiling.
     """
+    usage: Usage | None
     try:
         usage = simulate(asked, pool)
     except OutOfMemoryError:
         usage = None
+    if usage is not None and pool.quiet and not usage.settled:
+        usage = None  # the next step would not find the same memory
     if usage is not None and usage.peak <= ceiling:
         return {}, usage, usage.peak
     over = 0

@@ -106,6 +106,22 @@ def test_what_does_not_fit_is_said() -> None:
     assert not placement.fillers
 
 
+def test_results_must_return_to_their_slots() -> None:
+    """Else the next step finds other memory than this one: something of a result's
+    size that is held while the result is made takes its slot, unless it is placed."""
+    size = 2 * MIB
+    area = 16 * MIB
+    slots = Pool(held=(), results=(size,)).slots
+    layout = Layout(in_use=0, before=(), slots=slots, area=area)
+    pool = Pool(held=(), results=(size,), layout=layout, quiet=True)
+    beside = Requests((size, size), ((0,), (1,), ()), ((), (), (0,)), (1,))
+    after = Requests((size, size), ((0,), (), (1,)), ((), (0,), ()), (1,))
+    assert not simulate(beside, pool).settled
+    assert simulate(after, pool).settled
+    placement = place(beside, pool, layout.slots_end + area)
+    assert simulate(beside, pool, placement.fillers).settled
+
+
 BODY = """
 {before}
 keras.utils.set_random_seed(0)
