@@ -31,6 +31,7 @@ setup(
         "moccasin": ["ortools>=9.10"],
         "cluster": ["distributed>=2024.1"],
         "experiments": ["scikit-learn>=1.4"],
+        "zoo": ["keras-hub>=0.19"],
         "test": [
             "pytest>=8",
             "pytest-timeout>=2.3",

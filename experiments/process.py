@@ -242,4 +242,8 @@ def _ending(code: int | None, timeout: float, log: Path) -> str:
     if code < 0:
         return f"killed by {signal.Signals(-code).name}; see {log}"
     lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return f"exit status {code}: {lines[-1][:300] if lines else 'nothing written'}; see {log}"
+    said = lines[-1] if lines else "nothing written"
+    for number, line in enumerate(lines):
+        if line.startswith("Traceback"):  # the exception follows its indented frames
+            said = next((text for text in lines[number + 1 :] if not text.startswith(" ")), said)
+    return f"exit status {code}: {said[:300]}; see {log}"

@@ -3,6 +3,9 @@
     python -m experiments.zoo                           all of them (hours; it resumes)
     python -m experiments.zoo --models MobileNetV2
 
+Where ``keras-hub`` is installed (``pip install .[zoo]``), two of its transformers
+too, three layers deep and as wide as GPT-2 and BERT.
+
 Random weights, the smallest images that build, batch 8, two epochs of three
 batches with Adam: plain, inside 60 % of the plain peak (or the least budget
 found to work), and the ways that TensorFlow and Keras have of their own
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from .process import Runner, Task
@@ -32,6 +36,8 @@ MODELS = (
     "NASNetLarge NASNetMobile ResNet50 ResNet50V2 ResNet101 ResNet101V2 ResNet152 ResNet152V2 "
     "VGG16 VGG19 Xception"
 ).split()
+HUB = ("GPT2Backbone", "BertBackbone")
+"""Networks of ``keras_hub``."""
 OTHERS = ("scope_full", "scope_activations", "scope_larger_than", "recompute_grad")
 
 _SHARE = 0.6  # of the plain peak
@@ -45,6 +51,7 @@ class Row:
 
     Attributes:
       way: "plain", "budgeted" or one of ``OTHERS``.
+      side: pixels of an image, or tokens of a sequence.
       status: "done", "infeasible" or "failed".
       budget: where there is one; share: of the plain peak.
       overhead: of a step's time over the plain one's, as a fraction;
@@ -75,7 +82,8 @@ class Row:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the experiment; 1 if remat was wrong, over budget or broke down anywhere."""
     parser = command("zoo", __doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, metavar="NAME")
+    known = [*MODELS, *(HUB if find_spec("keras_hub") else ())]
+    parser.add_argument("--models", nargs="+", choices=known, default=known, metavar="NAME")
     parser.add_argument(
         "--others", nargs="*", choices=OTHERS, default=OTHERS, help="what to compare with"
     )

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from .arena import GRAIN, OutOfMemoryError, Pool, aligned
+from .arena import GRAIN, Layout, OutOfMemoryError, Pool, aligned, slots_end
 from .calibrate import Corrections
 from .executor import execution_order
 from .extract import Extraction, expand, extract
@@ -49,6 +49,7 @@ _FIRST, _AGAIN = 1 / 2, 1 / 4  # time limit of the first solve / usual one, of o
 _LONGEST = 7.5  # seconds of the first solve
 _MAX_GAP = 0.002  # points that are not worth more seconds of compiling
 _PATIENCE = 8  # of them with small steps
+_STEP_UP, _LONGER = 0.02, 1.5  # share of a budget that was not enough; times the last step
 _OVERFULL = 1.01  # times the budget: what is taken to be needed when memory runs out
 _LEAST_STEP, _LARGEST_STEP = 0.003, 0.04  # shares by which the target is lowered
 
@@ -296,17 +297,74 @@ def make_plan(
       start: a schedule to start from.
 
     Raises:
-      InfeasibleBudgetError: if no schedule is found.
+      InfeasibleBudgetError: if no schedule is found.  It names a budget that a
+        plan was made for (unless that search was interrupted, too).
+    """
+    if time_limit is None:
+        usual = _FIRST * default_time_limit(prepared.extraction.graph)
+        time_limit = min(_LONGEST, usual)
+        ready()  # what is compiled once must not cost this plan its time
+    try:
+        return _search(prepared, budget, solver, time_limit, seed, ceiling, start, progress)
+    except _NoPlanError as problem:
+        failed = problem
+    # Upwards from where it might do, by ever longer steps.
+    step, again = _STEP_UP, _AGAIN * time_limit
+    while not failed.interrupted:
+        enough = max(failed.estimate, int(failed.budget * (1 + step)))
+        step *= _LONGER
+        roomy = replace(prepared, pool=_roomy(prepared.pool, enough))
+        try:
+            found = _search(roomy, enough, solver, again, seed, None, None, progress)
+        except _NoPlanError as problem:
+            failed = problem
+        else:
+            raise infeasible(prepared, budget, max(enough, found.needed))
+    raise infeasible(prepared, budget, failed.estimate)
+
+
+class _NoPlanError(Exception):
+    """No plan was found for ``budget``; ``estimate`` may be enough."""
+
+    def __init__(self, budget: int, estimate: int, interrupted: bool = False) -> None:
+        super().__init__(budget, estimate)
+        self.budget = budget
+        self.estimate = estimate
+        self.interrupted = interrupted
+
+
+def _roomy(pool: Pool, budget: int) -> Pool:
+    """The pool as it would be divided if there were so many bytes."""
+    in_use = sum(map(aligned, pool.held))
+    area = max(0, budget - in_use - slots_end(pool.slots))
+    # Some of a pool is lost to what lies in it already.
+    layout = Layout(in_use, (), pool.slots, area - area // 32)
+    # A hopeless budget is never divided, one that is enough will be.
+    return replace(pool, layout=layout, quiet=pool.quiet or pool.layout is None)
+
+
+def _search(
+    prepared: Prepared,
+    budget: int,
+    solver: str | Method,
+    time_limit: float,
+    seed: int,
+    ceiling: int | None,
+    start: Sequence[int] | None,
+    progress: Callable[[Result], None] | None,
+) -> Planned:
+    """Solves for lower and lower targets until the prediction fits.
+
+    Raises:
+      _NoPlanError: if it never does.
     """
     graph = prepared.extraction.graph
     if ceiling is None:
         ceiling = budget - _margin(budget, prepared.pool)
-    target, planned, bound = ceiling - _idle(prepared.pool), None, None
+    target = max(1, ceiling - _idle(prepared.pool))
+    planned, bound = None, None
     needed = []  # by the plans that did not fit
     hopeless = 0  # the highest target that nothing was found for
-    if time_limit is None:
-        time_limit = min(_LONGEST, _FIRST * default_time_limit(graph))
-        ready()  # what is compiled once must not cost this plan its time
     for number in range(_ROUNDS):
         result = solve(
             graph,
@@ -321,7 +379,8 @@ def make_plan(
         bound = result.lower_bound if number == 0 else bound
         if result.schedule is None:
             if planned is None:
-                raise infeasible(prepared, budget, result.least_budget * budget / target)
+                interrupted = result.status is Status.INTERRUPTED
+                raise _NoPlanError(budget, result.least_budget + budget - target, interrupted)
             hopeless = max(hopeless, target)
             target = (hopeless + planned.target) // 2
             continue
@@ -341,7 +400,7 @@ def make_plan(
         target = int(used * (1 - step))
         if target <= hopeless:
             target = (hopeless + used) // 2
-    raise infeasible(prepared, budget, min(needed) * budget / ceiling)
+    raise _NoPlanError(budget, min(needed) + budget - ceiling)
 
 
 def _margin(budget: int, pool: Pool) -> int:
@@ -475,9 +534,9 @@ def _run_once(program: Program, threshold: int) -> dict[str, tuple[int, int]]:
     return found
 
 
-def infeasible(prepared: Prepared, budget: int, least_budget: float) -> InfeasibleBudgetError:
+def infeasible(prepared: Prepared, budget: int, least_budget: int) -> InfeasibleBudgetError:
     """The error that says what a budget lacks; ``least_budget`` is known to be enough."""
     graph = prepared.extraction.graph
     floor, nodes = memory_floor(graph)
     names = tuple(graph.nodes[index].name for index in nodes)
-    return InfeasibleBudgetError(budget, floor, names, int(least_budget))
+    return InfeasibleBudgetError(budget, floor, names, least_budget)

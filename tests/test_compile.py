@@ -296,6 +296,31 @@ answer(found=found)
     assert "(64, 32, 32, 3)" in found["another batch"][1]
 
 
+def test_a_refused_budget_names_one_that_works() -> None:
+    make = dedent(_MODELS["batchnorm"]).replace("(64", "(256")
+    refused = run(
+        make
+        + """
+try:
+    remat.compile(model, loss, optimizer, *specs, budget="24MiB")
+except remat.InfeasibleBudgetError as error:
+    answer(floor=error.floor, least=error.least_budget)
+""",
+        COUNTED,
+    )
+    assert refused["least"] > refused["floor"] > 24 << 20
+    found = run(
+        make
+        + f"""
+step = remat.compile(model, loss, optimizer, *specs, budget={refused["least"]})
+data = list(zip(batches(specs[0], 3), batches(specs[1], 3, seed=1)))
+answer(measured=peak_of(lambda: train(step, data)))
+""",
+        COUNTED,
+    )
+    assert found["measured"] <= refused["least"]
+
+
 def test_another_backend_is_refused() -> None:
     pytest.importorskip("torch", reason="needs a second Keras backend")
     found = run(
