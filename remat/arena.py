@@ -263,7 +263,7 @@ class Pool:
         caller holds one of each while a step runs.
       small: bytes of values below ``GRAIN`` that a step holds at once.
       limit: bytes that it may hold, or None if that is no concern.
-      highest: most bytes that were ever in use.
+      highest: most bytes that were ever in use; 0 where nobody counts them.
       layout: how it was divided; guessed from the rest if None.
       quiet: whether nothing else allocates while a step runs, so that tensors
         can be placed (see ``placement``).

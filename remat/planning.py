@@ -335,6 +335,8 @@ class _NoPlanError(Exception):
 
 def _roomy(pool: Pool, budget: int) -> Pool:
     """The pool as it would be divided if there were so many bytes."""
+    if not pool.highest:
+        return pool  # never divided
     in_use = sum(map(aligned, pool.held))
     area = max(0, budget - in_use - slots_end(pool.slots))
     # Some of a pool is lost to what lies in it already.

@@ -19,7 +19,7 @@ import remat
 
 BATCH = 32
 STEPS = 5
-_TRIES, _STEP = 10, 1.04  # budgets, the next one so many times the last
+_TRIES, _STEP = 10, 1.1  # budgets, the next one so many times the last
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,7 @@ def compare(name: str) -> dict[str, Any]:
             ours, recomputed = train(case, {**options, "budget": budget})
             break
         except remat.InfeasibleBudgetError as error:
-            # At once a little more: how near the least one a plan is found takes time.
-            budget = max(error.least_budget, int(error.budget * _STEP))
+            budget = max(error.floor, int(error.budget * _STEP))
     else:
         raise AssertionError(f"no plan within {budget:,} bytes")
     pairs = list(zip(plain, ours, strict=True))
