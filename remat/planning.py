@@ -44,7 +44,8 @@ _MARGIN = 0.005
 _UNPLACED_MARGIN = 0.015  # ... and where the allocator chooses the places, ...
 _LEAST_MARGIN = 0.03, 2**19  # ... at least the lower of this share and these bytes
 _SHOWN = 4  # kinds of operations that a summary names
-_ROUNDS = 16  # solves, at most, until the prediction fits
+_ROUNDS = 16  # solves, at most, until the prediction fits ...
+_FEW_ROUNDS = 4  # ... where only a budget is looked for that is enough
 _FIRST, _AGAIN = 1 / 2, 1 / 4  # time limit of the first solve / usual one, of others / first
 _LONGEST = 7.5  # seconds of the first solve
 _MAX_GAP = 0.002  # points that are not worth more seconds of compiling
@@ -305,7 +306,9 @@ def make_plan(
         time_limit = min(_LONGEST, usual)
         ready()  # what is compiled once must not cost this plan its time
     try:
-        return _search(prepared, budget, solver, time_limit, seed, ceiling, start, progress)
+        return _search(
+            prepared, budget, solver, time_limit, seed, ceiling, start, progress, _ROUNDS
+        )
     except _NoPlanError as problem:
         failed = problem
     # Upwards from where it might do, by ever longer steps.
@@ -315,7 +318,7 @@ def make_plan(
         step *= _LONGER
         roomy = replace(prepared, pool=_roomy(prepared.pool, enough))
         try:
-            found = _search(roomy, enough, solver, again, seed, None, None, progress)
+            found = _search(roomy, enough, solver, again, seed, None, None, progress, _FEW_ROUNDS)
         except _NoPlanError as problem:
             failed = problem
         else:
@@ -354,6 +357,7 @@ def _search(
     ceiling: int | None,
     start: Sequence[int] | None,
     progress: Callable[[Result], None] | None,
+    rounds: int,
 ) -> Planned:
     """Solves for lower and lower targets until the prediction fits.
 
@@ -367,7 +371,7 @@ def _search(
     planned, bound = None, None
     needed = []  # by the plans that did not fit
     hopeless = 0  # the highest target that nothing was found for
-    for number in range(_ROUNDS):
+    for number in range(rounds):
         result = solve(
             graph,
             target,
