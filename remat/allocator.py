@@ -20,6 +20,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context, execute
 
 from .arena import ALIGNMENT, Layout, Pool, aligned, is_split, slots_end
+from .device import cpu_is_pooled, default_device
 
 UNWRITTEN = "_ParallelConcatStart"
 """An operation that allocates memory and does not write to it: the first half of
@@ -51,11 +52,12 @@ class Device:
 
 def device_at_hand() -> Device:
     """The first GPU, else the CPU."""
-    if tf.config.list_logical_devices("GPU"):
-        return Device("GPU:0", True, _gpu_limit(), _gpu_grows())
-    pooled = os.environ.get("TF_CPU_ALLOCATOR_USE_BFC", "").lower() in ("1", "true")
+    name = default_device()
+    if name.startswith("GPU"):
+        return Device(name, True, _gpu_limit(), _gpu_grows())
     limit = os.environ.get("TF_CPU_BFC_MEM_LIMIT_IN_MB", "")
-    return Device("CPU:0", pooled, int(limit) * 2**20 if pooled and limit.isdigit() else None, True)
+    pooled = cpu_is_pooled()
+    return Device(name, pooled, int(limit) * 2**20 if pooled and limit.isdigit() else None, True)
 
 
 def bytes_in_use(device: Device) -> int:

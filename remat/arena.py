@@ -228,18 +228,15 @@ class Layout:
     after: tuple[int, ...] = ()
 
     @property
-    def slots_start(self) -> int:
-        """The address of the first slot."""
-        return self.in_use + sum(self.before)
-
-    @property
     def slots_end(self) -> int:
         """Bytes from the first slot to the area, walls included."""
         return slots_end(self.slots)
 
-    def in_slot(self, chunk: Chunk) -> bool:
-        """Whether a chunk lies among the slots."""
-        return 0 <= chunk.address - self.slots_start < self.slots_end
+    @property
+    def slot_addresses(self) -> range:
+        """From the first slot to the area."""
+        start = self.in_use + sum(self.before)
+        return range(start, start + self.slots_end)
 
     def serves(self, slots: Iterable[int]) -> bool:
         """Whether each of ``slots`` finds one here."""

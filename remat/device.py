@@ -20,6 +20,11 @@ def default_device() -> str:
     return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
 
 
+def cpu_is_pooled() -> bool:
+    """Whether the CPU uses the allocator that GPUs use, which counts bytes."""
+    return os.environ.get("TF_CPU_ALLOCATOR_USE_BFC", "").lower() in ("1", "true")
+
+
 def device_provenance(device: str) -> dict[str, str]:
     """The provenance columns of rows measured on ``device`` now."""
     kind, _, index = device.partition(":")
@@ -36,10 +41,9 @@ def device_provenance(device: str) -> dict[str, str]:
         name = cpu_name()
         # What decides the price of an operation on a CPU, beside the CPU.
         threads = tf.config.threading.get_intra_op_parallelism_threads() or "all"
-        pooled = os.environ.get("TF_CPU_ALLOCATOR_USE_BFC", "").lower() in ("1", "true")
         driver = (
             f"oneDNN {os.environ.get('TF_ENABLE_ONEDNN_OPTS', 'default')}, {threads} threads, "
-            f"{'BFC' if pooled else 'system'} allocator"
+            f"{'BFC' if cpu_is_pooled() else 'system'} allocator"
         )
     return {
         "device": name,

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .arena import GRAIN, Arena, Chunk, Pool, aligned
-from .program import KEPT_SCRATCH, SCRATCH_FIRST, Kind, Program, Tensor
+from .executor import execution_order
+from .program import KEPT_SCRATCH, SCRATCH_FIRST, Kind, Op, Program, Tensor
 
 _STEPS = 12  # runs, at most, until batches and results lie where they did before
 
@@ -62,12 +63,15 @@ class Requests:
       taken: for each event, the requests that it makes, in order.
       given: for each event, the requests that are given back once it has run.
       kept: the requests that hold what the step returns.
+      taken_over: for each event, the input whose buffer its first output takes
+        over; None if none.
     """
 
     sizes: tuple[int, ...]
     taken: tuple[tuple[int, ...], ...]
     given: tuple[tuple[int, ...], ...]
     kept: tuple[int, ...]
+    taken_over: tuple[int | None, ...]
 
     def lifetimes(self) -> tuple[list[int], list[int]]:
         """The first and the last event during which each request is held; the last
@@ -124,7 +128,7 @@ def simulate(requests: Requests, pool: Pool, fillers: Fillers | None = None) -> 
     arena = pool.arena()
     batch, results = pool.batch(arena), pool.last_results(arena)
     held: list[int] = []
-    peak, settled = 0, True
+    peak = 0
     # In a quiet pool every step finds the same; else they are followed until
     # batches and results lie where they did before.
     seen: set[tuple[int, ...]] = set()
@@ -136,17 +140,17 @@ def simulate(requests: Requests, pool: Pool, fillers: Fillers | None = None) -> 
         start = arena.in_use
         held, returned = _simulate_step(requests, arena, fillers or {})
         peak = max(peak, start, *held)
-        if pool.layout is not None:
-            sizes = [aligned(requests.sizes[number]) for number in requests.kept]
-            settled = all(
-                size < GRAIN or (size == chunk.size and pool.layout.in_slot(chunk))
-                for size, chunk in zip(sizes, returned, strict=True)
-            )
         following = pool.batch(arena)
         for chunk in (*batch, *results):
             arena.free(chunk)
         batch, results = following, returned
     requested = max(requests.timeline(pool.resident), default=pool.resident)
+    sizes = [aligned(requests.sizes[number]) for number in requests.kept]
+    slots = None if pool.layout is None else pool.layout.slot_addresses
+    settled = slots is None or all(
+        size < GRAIN or (size == chunk.size and chunk.address in slots)
+        for size, chunk in zip(sizes, results, strict=True)
+    )
     return Usage(peak, arena.footprint, requested, tuple(held), settled)
 
 
@@ -183,6 +187,24 @@ class _Buffer:
     resident: bool = False
 
 
+def plain_events(program: Program) -> tuple[Event, ...]:
+    """The plain step's operations in the order of TensorFlow's own executor."""
+    ops = program.ops
+    order = execution_order(
+        [op.type for op in ops], [[*(p for p, _ in op.inputs), *op.controls] for op in ops]
+    )
+    position = {op: event for event, op in enumerate(order)}
+    return tuple(
+        Event(op, 0, tuple((position[source], number) for source, number in ops[op].inputs))
+        for op in order
+    )
+
+
+def creation_events(program: Program) -> tuple[Event, ...]:
+    """The plain step's operations in the order in which they were traced."""
+    return tuple(Event(index, 0, op.inputs) for index, op in enumerate(program.ops))
+
+
 def requests(program: Program, events: Sequence[Event], workspace: Mapping[int, int]) -> Requests:
     """What events ask of the allocator when run one after the other.
 
@@ -198,6 +220,7 @@ def requests(program: Program, events: Sequence[Event], workspace: Mapping[int, 
     buffers: list[list[_Buffer]] = []
     sizes: list[int] = []
     all_taken, all_given = [], []
+    taken_over: list[int | None] = []
 
     def release(buffer: _Buffer) -> list[int]:
         buffer.references -= 1
@@ -207,6 +230,7 @@ def requests(program: Program, events: Sequence[Event], workspace: Mapping[int, 
         op = ops[event.op]
         taken: list[int] = []
         given: list[int] = []
+        slot: int | None = None
 
         def take(size: int, taken: list[int] = taken) -> list[int]:
             if not size:
@@ -224,9 +248,11 @@ def requests(program: Program, events: Sequence[Event], workspace: Mapping[int, 
             extra, first = workspace.get(event.op, 0), op.type in SCRATCH_FIRST
             scratch = take(extra) if first else []
             outputs = []
-            for number, size in enumerate(op.bytes):
-                buffer = _forwarded(op.forwards, size, event, buffers) if number == 0 else None
-                outputs.append(buffer or _Buffer(size, take(size)))
+            slot = _taken_over(op, event, buffers)
+            if slot is not None:
+                source, number = event.inputs[slot]
+                outputs.append(buffers[source][number])
+            outputs += [_Buffer(size, take(size)) for size in op.bytes[len(outputs) :]]
             scratch += take(extra) if not first else []
             if index in until:
                 kept_scratch.setdefault(until[index], []).extend(scratch)
@@ -243,10 +269,13 @@ def requests(program: Program, events: Sequence[Event], workspace: Mapping[int, 
             given += release(buffer)
         all_taken.append(tuple(taken))
         all_given.append(tuple(given))
+        taken_over.append(slot)
     newest = {event.op: index for index, event in enumerate(events)}
     returned = (buffers[newest[op]][number] for op, number in program.outputs)
     kept = dict.fromkeys(number for buffer in returned for number in buffer.requests)
-    return Requests(tuple(sizes), tuple(all_taken), tuple(all_given), tuple(kept))
+    return Requests(
+        tuple(sizes), tuple(all_taken), tuple(all_given), tuple(kept), tuple(taken_over)
+    )
 
 
 def _scratch_readers(program: Program, events: Sequence[Event]) -> dict[int, int]:
@@ -276,13 +305,11 @@ def _references(program: Program, events: Sequence[Event]) -> list[list[int]]:
     return counts
 
 
-def _forwarded(
-    candidates: Sequence[int], size: int, event: Event, buffers: Sequence[Sequence[_Buffer]]
-) -> _Buffer | None:
-    """The input buffer that the output takes over, if there is one."""
-    for slot in candidates:
+def _taken_over(op: Op, event: Event, buffers: Sequence[Sequence[_Buffer]]) -> int | None:
+    """The input whose buffer the first output takes over, if there is one."""
+    for slot in op.forwards:
         source, number = event.inputs[slot]
         buffer = buffers[source][number]
-        if buffer.references == 1 and not buffer.resident and buffer.bytes == size:
-            return buffer
+        if buffer.references == 1 and not buffer.resident and buffer.bytes == op.bytes[0]:
+            return slot
     return None

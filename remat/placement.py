@@ -125,7 +125,7 @@ def _areas(arena: Arena, pool: Pool, requests: Requests, ceiling: int) -> list[_
     """What there is to place blocks in: large free chunks, then the layout's area."""
     layout = pool.layout
     assert layout is not None
-    slots = range(layout.slots_start, layout.slots_start + layout.slots_end)
+    slots = layout.slot_addresses
     end = _area_end(layout)
     # The slots for this step's results are for nothing else.
     results = [arena.allocate(requests.sizes[number]) for number in requests.kept]
@@ -154,7 +154,7 @@ def _areas(arena: Arena, pool: Pool, requests: Requests, ceiling: int) -> list[_
 
 def _area_end(layout: Layout) -> int:
     """The address where a layout's area ends, and what must not be used begins."""
-    return layout.slots_start + layout.slots_end + layout.area
+    return layout.slot_addresses.stop + layout.area
 
 
 def _rooms(requests: Requests) -> dict[int, int]:

@@ -10,6 +10,7 @@ the prediction fits.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import io
 import os
@@ -20,9 +21,17 @@ from typing import Any
 
 from .arena import GRAIN, Layout, OutOfMemoryError, Pool, aligned, slots_end
 from .calibrate import Corrections
-from .executor import execution_order
 from .extract import Extraction, expand, extract
-from .memory import Event, Fillers, Requests, Usage, requests, simulate
+from .memory import (
+    Event,
+    Fillers,
+    Requests,
+    Usage,
+    creation_events,
+    plain_events,
+    requests,
+    simulate,
+)
 from .onednn import merge_bias_gradients
 from .placement import place
 from .price import Prices, Profile, price
@@ -36,6 +45,7 @@ from .solvers.method import Method
 from .solvers.schedule import ScheduleError
 from .solvers.solving import default_time_limit
 from .split import split_updates
+from .sums import order_sums
 from .trace import Trace, TraceError, trace
 
 # Shares of the budget left free for what the prediction does not see: small
@@ -155,11 +165,11 @@ def read(
     if traced_for is not None:
         traced = trace(function, input_signature, autograph=autograph, traced_for=traced_for)
         try:
-            return traced, merge_bias_gradients(build(traced))
+            return traced, order_sums(merge_bias_gradients(build(traced)))
         except TraceError:
             pass  # a loop, say, has lost a shape: agreement up to the last digits is left
     traced = trace(function, input_signature, autograph=autograph)
-    return traced, merge_bias_gradients(build(traced))
+    return traced, order_sums(merge_bias_gradients(build(traced)))
 
 
 def plain_usage(program: Program, workspace: Mapping[int, int], pool: Pool) -> Usage:
@@ -257,24 +267,6 @@ def prepare(
     return Prepared(traced, program, prices, extraction, plain, pool)
 
 
-def plain_events(program: Program) -> tuple[Event, ...]:
-    """The plain step's operations in the order of TensorFlow's own executor."""
-    ops = program.ops
-    order = execution_order(
-        [op.type for op in ops], [[*(p for p, _ in op.inputs), *op.controls] for op in ops]
-    )
-    position = {op: event for event, op in enumerate(order)}
-    return tuple(
-        Event(op, 0, tuple((position[source], number) for source, number in ops[op].inputs))
-        for op in order
-    )
-
-
-def creation_events(program: Program) -> tuple[Event, ...]:
-    """The plain step's operations in the order in which they were traced."""
-    return tuple(Event(index, 0, op.inputs) for index, op in enumerate(program.ops))
-
-
 def make_plan(
     prepared: Prepared,
     budget: int,
@@ -305,20 +297,21 @@ def make_plan(
         usual = _FIRST * default_time_limit(prepared.extraction.graph)
         time_limit = min(_LONGEST, usual)
         ready()  # what is compiled once must not cost this plan its time
+    search = functools.partial(_search, solver=solver, seed=seed, progress=progress)
     try:
-        return _search(
-            prepared, budget, solver, time_limit, seed, ceiling, start, progress, _ROUNDS
+        return search(
+            prepared, budget, time_limit=time_limit, rounds=_ROUNDS, ceiling=ceiling, start=start
         )
     except _NoPlanError as problem:
         failed = problem
     # Upwards from where it might do, by ever longer steps.
-    step, again = _STEP_UP, _AGAIN * time_limit
+    step = _STEP_UP
     while not failed.interrupted:
         enough = max(failed.estimate, int(failed.budget * (1 + step)))
         step *= _LONGER
         roomy = replace(prepared, pool=_roomy(prepared.pool, enough))
         try:
-            found = _search(roomy, enough, solver, again, seed, None, None, progress, _FEW_ROUNDS)
+            found = search(roomy, enough, time_limit=_AGAIN * time_limit, rounds=_FEW_ROUNDS)
         except _NoPlanError as problem:
             failed = problem
         else:
@@ -351,15 +344,17 @@ def _roomy(pool: Pool, budget: int) -> Pool:
 def _search(
     prepared: Prepared,
     budget: int,
+    *,
     solver: str | Method,
     time_limit: float,
-    seed: int,
-    ceiling: int | None,
-    start: Sequence[int] | None,
-    progress: Callable[[Result], None] | None,
     rounds: int,
+    seed: int,
+    progress: Callable[[Result], None] | None,
+    ceiling: int | None = None,
+    start: Sequence[int] | None = None,
 ) -> Planned:
-    """Solves for lower and lower targets until the prediction fits.
+    """Solves for lower and lower targets, at most ``rounds`` times, until the
+    prediction fits; the other arguments are those of ``make_plan``.
 
     Raises:
       _NoPlanError: if it never does.

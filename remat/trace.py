@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,12 @@ from tensorflow.python.grappler import tf_optimizer
 
 from .executor import execution_order
 
-_HANDLE = "/remat_handle"  # suffix of the stand-in for an argument's variable
-_SHAPES = "_output_shapes"  # TensorFlow's own name
+_ARGUMENT, _RESULT = "_Arg", "_Retval"  # operations of a function's graph
+# What an argument is that is no resource: its shape would be forgotten, too.  This
+# operation has none but a shape, either.
+_SHAPED = "_ParallelConcatStart"
+_SHAPES = "_output_shapes"  # TensorFlow's own names
+_HANDLE_DTYPES, _HANDLE_SHAPES = "_handle_dtypes", "_handle_shapes"
 # Only Python knows the shapes of these, and Grappler forgets them.
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _UNINFERABLE = ("EagerPyFunc", "PyFunc", *_CALLS)
@@ -95,31 +99,19 @@ def trace(
     traced = tf.function(function, autograph=autograph, jit_compile=False)
     plain = traced.get_concrete_function(*(traced_for or input_signature))
     source = plain.graph
-    captured = source.captures  # (external, placeholder) pairs
-    arguments = source.inputs[: len(source.inputs) - len(captured)]
-
+    arguments = len(source.inputs) - len(source.captures)
     graph_def = source.as_graph_def(add_shapes=True)
+    results = _as_in_the_runtime(graph_def, plain)
     nodes = {node.name: node for node in graph_def.node}
-    values = [*arguments]
-    for external, placeholder in captured:
-        if external.dtype in (tf.resource, tf.variant):
-            _describe_variable(nodes[placeholder.op.name], external)
-        else:
-            values.append(placeholder)
-    for tensor in values:
-        _describe_value(graph_def, nodes[tensor.op.name], tensor.shape)
     _describe_gradients(source, nodes)
-    keep = [tensor.op.name for tensor in source.inputs]
-    outputs = [tensor.name for tensor in source.outputs]
+    inputs = [argument.name for argument in plain.function_def.signature.input_arg]
     targets = [op.name for op in source.control_outputs]
-    optimised = _grappler(graph_def, [*keep, *outputs, *targets])
-    shapes = {tensor.op.name: tensor.shape for tensor in values}
-    for tensor, spec in zip(arguments, tf.nest.flatten(list(input_signature)), strict=True):
-        shapes[tensor.op.name] = spec.shape
+    optimised = _grappler(graph_def, [*inputs, *results, *targets])
+    shapes = [spec.shape for spec in tf.nest.flatten(list(input_signature))]
+    shapes += [tensor.shape for tensor in source.inputs[arguments:]]
+    outputs = _as_inputs_and_outputs(optimised, dict(zip(inputs, shapes, strict=True)), results)
     for node in optimised.node:
-        if node.name in shapes:
-            _restore_value(node, shapes[node.name])
-        elif node.op in _UNINFERABLE and node.name in nodes:
+        if node.op in _UNINFERABLE and node.name in nodes:
             node.attr[_SHAPES].CopyFrom(nodes[node.name].attr[_SHAPES])
     _bypass_loops(optimised)
     _rename_functions(optimised)
@@ -127,8 +119,11 @@ def trace(
     return Trace(
         graph_def=optimised,
         graph=_imported(optimised),
-        inputs=tuple(tensor.op.name for tensor in arguments),
-        captures=tuple((inner.op.name, external) for external, inner in captured),
+        inputs=tuple(inputs[:arguments]),
+        captures=tuple(
+            (name, external)
+            for name, (external, _) in zip(inputs[arguments:], source.captures, strict=True)
+        ),
         outputs=tuple(outputs),
         targets=tuple(targets),
         structured_outputs=plain.structured_outputs,
@@ -167,41 +162,81 @@ def _static(tensors: Sequence[tf.Tensor]) -> bool:
     return all(tensor.shape.is_fully_defined() for tensor in tensors)
 
 
-def _describe_variable(node: Any, external: tf.Tensor) -> None:
-    """Turns the placeholder of a captured variable into a ``VarHandleOp``.
+def _as_in_the_runtime(graph_def: graph_pb2.GraphDef, plain: Any) -> list[str]:
+    """Makes the step's inputs and results the nodes that Grappler finds in the runtime.
 
-    The runtime tells Grappler the shapes behind resource arguments; a bare
-    placeholder would not.
+    Grappler forgets the shapes of placeholders, because they can be fed, but
+    knows those of a function's arguments.  And where it guesses which values
+    are alive at once, the names and kinds of all nodes matter.
+
+    Returns:
+      The names of the results, in flattened order.
     """
-    handle = getattr(external, "_handle_data", None)
-    if external.dtype != tf.resource or handle is None or not handle.is_set:
-        return
-    (data,) = handle.shape_and_type
-    node.op = "VarHandleOp"
-    node.attr.clear()
-    node.attr["dtype"].type = data.dtype
-    node.attr["shape"].shape.CopyFrom(data.shape)
-    node.attr["shared_name"].s = node.name.encode()
+    signature = plain.function_def.signature
+    nodes = {node.name: node for node in graph_def.node}
+    captured = {inner.op.name: external for external, inner in plain.graph.captures}
+    names = {}
+    pairs = zip(plain.graph.inputs, signature.input_arg, strict=True)
+    for index, (tensor, argument) in enumerate(pairs):
+        names[tensor.op.name] = argument.name
+        node = nodes[tensor.op.name]
+        node.Clear()
+        node.name, node.op = argument.name, _ARGUMENT
+        if tensor.dtype not in (tf.resource, tf.variant):
+            node.op = _SHAPED
+            node.attr["dtype"].type = argument.type
+            node.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
+            continue
+        node.attr["T"].type, node.attr["index"].i = argument.type, index
+        handle = getattr(captured.get(tensor.op.name), "_handle_data", None)
+        if handle is not None and handle.is_set and len(handle.shape_and_type) == 1:
+            (data,) = handle.shape_and_type
+            node.attr[_HANDLE_DTYPES].list.type.append(data.dtype)
+            node.attr[_HANDLE_SHAPES].list.shape.append(data.shape)
+    for node in graph_def.node:
+        for slot, name in enumerate(node.input):
+            control, name = ("^", name[1:]) if name.startswith("^") else ("", name)
+            name, colon, number = name.partition(":")
+            node.input[slot] = control + names.get(name, name) + colon + number
+    results = []
+    pairs = zip(plain.graph.outputs, signature.output_arg, strict=True)
+    for index, (tensor, result) in enumerate(pairs):
+        node = graph_def.node.add(name=f"{result.name}_RetVal", op=_RESULT)
+        node.input.append(f"{names.get(tensor.op.name, tensor.op.name)}:{tensor.value_index}")
+        node.attr["T"].type, node.attr["index"].i = result.type, index
+        results.append(node.name)
+    return results
 
 
-def _describe_value(
-    graph_def: graph_pb2.GraphDef, node: node_def_pb2.NodeDef, shape: tf.TensorShape
-) -> None:
-    """Turns the placeholder of an argument, or of a tensor that the step captured,
-    into the read of a variable of its shape.
+def _as_inputs_and_outputs(
+    graph_def: graph_pb2.GraphDef, shapes: Mapping[str, tf.TensorShape], results: Sequence[str]
+) -> list[str]:
+    """Makes the arguments nodes that can stand in any graph, and removes the results.
 
-    Grappler forgets the shapes of placeholders, because they can be fed; in
-    the runtime it knows those of a function's arguments.
+    Returns:
+      The tensors that are the results.
     """
-    dtype = node.attr["dtype"].type
-    handle = graph_def.node.add(name=f"{node.name}{_HANDLE}", op="VarHandleOp")
-    handle.attr["dtype"].type = dtype
-    handle.attr["shape"].shape.CopyFrom(shape.as_proto())
-    handle.attr["shared_name"].s = handle.name.encode()
-    node.op = "ReadVariableOp"
-    node.input.append(handle.name)
-    node.attr.clear()
-    node.attr["dtype"].type = dtype
+    outputs = {}
+    for node in graph_def.node:
+        if node.name in results:
+            name, _, number = node.input[0].partition(":")
+            outputs[node.name] = f"{name}:{number or 0}"
+        elif node.name in shapes:
+            argument = node_def_pb2.NodeDef(name=node.name, op="Placeholder")
+            argument.attr["dtype"].type = node.attr["T"].type or node.attr["dtype"].type
+            argument.attr["shape"].shape.CopyFrom(shapes[node.name].as_proto())
+            if _HANDLE_SHAPES in node.attr:
+                argument.op = "VarHandleOp"
+                (dtype,) = node.attr[_HANDLE_DTYPES].list.type
+                (shape,) = node.attr[_HANDLE_SHAPES].list.shape
+                argument.attr["dtype"].type = dtype
+                argument.attr["shape"].shape.CopyFrom(shape)
+                argument.attr["shared_name"].s = node.name.encode()
+            node.CopyFrom(argument)
+    kept = [node for node in graph_def.node if node.name not in outputs]
+    del graph_def.node[:]
+    graph_def.node.extend(kept)
+    return [outputs[name] for name in results]
 
 
 def _describe_gradients(graph: tf.Graph, nodes: dict[str, node_def_pb2.NodeDef]) -> None:
@@ -222,13 +257,6 @@ def _describe_gradients(graph: tf.Graph, nodes: dict[str, node_def_pb2.NodeDef])
                 shapes = [tensor.shape.as_proto() for tensor in forward.inputs]
                 del nodes[operation.name].attr[_SHAPES].list.shape[:]
                 nodes[operation.name].attr[_SHAPES].list.shape.extend(shapes)
-
-
-def _restore_value(node: node_def_pb2.NodeDef, shape: tf.TensorShape) -> None:
-    restored = node_def_pb2.NodeDef(name=node.name, op="Placeholder", device=node.device)
-    restored.attr["dtype"].type = node.attr["dtype"].type
-    restored.attr["shape"].shape.CopyFrom(shape.as_proto())
-    node.CopyFrom(restored)
 
 
 def _bypass_loops(graph_def: graph_pb2.GraphDef) -> None:
@@ -300,12 +328,12 @@ def _grappler(graph_def: graph_pb2.GraphDef, keep: Sequence[str]) -> graph_pb2.G
 
 
 def _restore_sums(graph_def: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
-    """Turns sums by accumulation into a temporary variable back into ``AddN``.
+    """Turns sums by accumulation into a temporary variable into chains of additions.
 
-    Grappler's memory optimizer makes those by a guess of the peak.  They would
-    hold a buffer from the first term to the last; memory is this project's own
-    business.  The terms are added in the order in which the plain step, on one
-    thread, accumulates them, so that the sum has the same bits.
+    Grappler's memory optimizer makes those, of ``AddN``, by a guess of the peak.
+    They would hold a buffer from the first term to the last; memory is this
+    project's own business.  The terms are added in the order in which the plain
+    step, on one thread, accumulates them, so that the sum has the same bits.
     """
     sums = [node for node in graph_def.node if node.op == "DestroyTemporaryVariable"]
     if not sums:
@@ -326,12 +354,15 @@ def _restore_sums(graph_def: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
         while chain[-1].op != "TemporaryVariable":  # Assign: variable, zeros
             chain += [graph_def.node[i] for i in producers[number[chain[-1].name]][::-1]]
         removed |= {node.name for node in [*terms, *chain]}
-        inputs = [term.input[1] for term in terms]
-        name, dtype = total.name, total.attr["T"].type
+        name, dtype, partial = total.name, total.attr["T"].type, terms[0].input[1]
         total.Clear()
-        total.name, total.op = name, "AddN"
-        total.input.extend(inputs)
-        total.attr["N"].i, total.attr["T"].type = len(inputs), dtype
+        for count, term in enumerate(terms[1:], 2):
+            last = count == len(terms)
+            addition = total if last else graph_def.node.add()
+            addition.name, addition.op = name if last else f"{name}/{count}_terms", "AddV2"
+            addition.input.extend([partial, term.input[1]])
+            addition.attr["T"].type = dtype
+            partial = addition.name
     kept = [node for node in graph_def.node if node.name not in removed]
     del graph_def.node[:]
     graph_def.node.extend(kept)

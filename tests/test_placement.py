@@ -74,7 +74,7 @@ def a_step(seed: int, events: int = 300) -> Requests:
             mirrored = events - 1 - event if event < events // 2 and chooser.random() < 0.3 else 0
             given[min(events - 1, max(event + chooser.randrange(4), mirrored))].append(numbers[-1])
         taken.append(tuple(numbers))
-    return Requests(tuple(sizes), tuple(taken), tuple(map(tuple, given)), ())
+    return Requests(tuple(sizes), tuple(taken), tuple(map(tuple, given)), (), ())
 
 
 def test_placed_steps_fit_where_unplaced_ones_do_not() -> None:
@@ -114,8 +114,8 @@ def test_results_must_return_to_their_slots() -> None:
     slots = Pool(held=(), results=(size,)).slots
     layout = Layout(in_use=0, before=(), slots=slots, area=area)
     pool = Pool(held=(), results=(size,), layout=layout, quiet=True)
-    beside = Requests((size, size), ((0,), (1,), ()), ((), (), (0,)), (1,))
-    after = Requests((size, size), ((0,), (), (1,)), ((), (0,), ()), (1,))
+    beside = Requests((size, size), ((0,), (1,), ()), ((), (), (0,)), (1,), ())
+    after = Requests((size, size), ((0,), (), (1,)), ((), (0,), ()), (1,), ())
     assert not simulate(beside, pool).settled
     assert simulate(after, pool).settled
     placement = place(beside, pool, layout.slots_end + area)

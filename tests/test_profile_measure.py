@@ -195,6 +195,18 @@ def test_workspace_is_what_an_operation_asks_for_beside_its_output():
     assert workspace[loss.op] == 4 * rows
 
 
+def test_half_precision_without_arithmetic_for_it_takes_workspace():
+    """Both inputs and the result of a product are converted to float32."""
+    if "avx512_fp16" in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this CPU has half-precision arithmetic, and scratch memory of its own")
+    half = ("float16", (512, 512))
+    found = measure([signature("MatMul", [half, half], [half], T="float16")])
+    (workspace,) = (row.workspace_bytes for row in found.rows)
+    if workspace is None:
+        pytest.skip("this CPU's allocator does not count")
+    assert workspace in (0, 3 * 4 * 512 * 512)
+
+
 def test_operations_too_small_to_matter_are_left_to_the_launch_overhead():
     found = measure([relu(64), relu(512, 512)], least_bytes=64 * 1024)
     assert [row.signature for row in found.rows] == [relu(512, 512)]

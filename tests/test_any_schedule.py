@@ -1,0 +1,120 @@
+"""Any legal schedule of a step gives the plain step's bits, however odd.
+
+Solvers find sensible schedules; those here run operations in random orders and
+again at random, so that who holds which buffer, and when, is never the same.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from child import EXACT, run
+
+from remat.solvers.graph import Graph
+
+# Memory is not counted here.
+_EXACT = {key: value for key, value in EXACT.items() if not key.startswith("TF_CPU_ALLOCATOR")}
+_DEPTH = 6  # of what is run again for what is run again
+
+
+def any_schedule(graph: Graph, seed: int) -> tuple[int, ...]:
+    """A legal schedule that runs a random share of what it reads again."""
+    rng = random.Random(seed)
+    share = rng.choice([0.1, 0.3])
+    written_by: dict[int, set[int]] = {}
+    before = [set(group) for group in graph.predecessors]
+    for reader, writer in graph.order:
+        written_by.setdefault(reader, set()).add(writer)
+        before[writer].add(reader)
+    schedule: list[int] = []
+    left = set(range(len(graph)))
+
+    def read(node: int, depth: int) -> None:
+        for source in graph.predecessors[node]:
+            overwritten = not written_by.get(source, set()) <= left
+            if graph.nodes[source].recomputable and not overwritten and rng.random() < share:
+                if depth < _DEPTH:
+                    read(source, depth + 1)
+                schedule.append(source)
+
+    while left:
+        ready = sorted(node for node in left if not before[node] & left)
+        node = rng.choice(ready)
+        read(node, 0)
+        schedule.append(node)
+        left.remove(node)
+    return tuple(schedule)
+
+
+@pytest.mark.parametrize("name", ["attention", "other normalization"])
+def test_same_bits_as_keras_by_any_schedule(name: str) -> None:
+    found = run(
+        f"""
+import dataclasses, sys
+sys.path.insert(0, "tests")
+exact()
+from layer_cases import BATCH, CASES, train as fit
+from test_any_schedule import any_schedule
+case = CASES[{name!r}]
+plain, _ = fit(case, None)
+
+specs = [tf.TensorSpec(value.shape, value.dtype) for value in next(case.batches())]
+
+def follow(schedule=None):
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(1)
+    model, how = case.build(), case.compiled()
+    step = remat.compile(
+        model, how["loss"], how["optimizer"], *specs, budget=2**34, profile={{}}, check=False,
+        plan=schedule and dataclasses.replace(natural.plan, schedule=schedule),
+    )
+    keras.utils.set_random_seed(2)
+    for batch in case.batches():
+        step(*batch)
+    moved = [*model.variables, *how["optimizer"].variables]
+    differing = [
+        value.path
+        for value, other in zip(moved, plain[-len(moved):], strict=True)
+        if np.array(value).tobytes() != other.tobytes()
+    ]
+    return step, differing
+
+natural, differing = follow()
+found = [([], differing)]
+for seed in range(3):
+    schedule = any_schedule(natural.plan.extracted, seed)
+    step, differing = follow(schedule)
+    found.append((step.plan.schedule, differing))
+answer(found=found)
+""",
+        _EXACT,
+    )["found"]
+    assert [differing for _, differing in found] == [[]] * len(found)
+    assert all(len(schedule) > len(set(schedule)) for schedule, _ in found[1:])
+
+
+def test_sums_of_many_terms_have_the_plain_steps_bits() -> None:
+    found = run(
+        """
+exact()
+counts = [2, 3, 8, 9, 10, 12, 18, 30]
+
+def step(x):
+    # No two sums share a term, or what plain TensorFlow does is left to chance.
+    terms = {n: [tf.sin(x + tf.cast(32 * i + k, x.dtype)) for k in range(n)]
+             for i, n in enumerate(counts)}
+    return [tf.add_n(terms[n]) for n in counts]
+
+def differing(dtype):
+    spec = tf.TensorSpec([1000], dtype)
+    x = tf.cast(tf.random.stateless_normal([1000], [1, 2]), dtype)
+    plain = tf.function(step)(x)
+    ours = remat.function(budget=2**30, input_signature=[spec], profile={}, check=False)(step)(x)
+    return [n for n, a, b in zip(counts, plain, ours) if not same(a.numpy(), b.numpy())]
+
+answer(float32=differing(tf.float32), bfloat16=differing(tf.bfloat16))
+""",
+        _EXACT,
+    )
+    assert found == {"float32": [], "bfloat16": []}
