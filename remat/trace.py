@@ -101,10 +101,9 @@ def trace(
     source = plain.graph
     arguments = len(source.inputs) - len(source.captures)
     graph_def = source.as_graph_def(add_shapes=True)
-    results = _as_in_the_runtime(graph_def, plain)
+    inputs, results = _as_in_the_runtime(graph_def, plain)
     nodes = {node.name: node for node in graph_def.node}
     _describe_gradients(source, nodes)
-    inputs = [argument.name for argument in plain.function_def.signature.input_arg]
     targets = [op.name for op in source.control_outputs]
     optimised = _grappler(graph_def, [*inputs, *results, *targets])
     shapes = [spec.shape for spec in tf.nest.flatten(list(input_signature))]
@@ -162,7 +161,7 @@ def _static(tensors: Sequence[tf.Tensor]) -> bool:
     return all(tensor.shape.is_fully_defined() for tensor in tensors)
 
 
-def _as_in_the_runtime(graph_def: graph_pb2.GraphDef, plain: Any) -> list[str]:
+def _as_in_the_runtime(graph_def: graph_pb2.GraphDef, plain: Any) -> tuple[list[str], list[str]]:
     """Makes the step's inputs and results the nodes that Grappler finds in the runtime.
 
     Grappler forgets the shapes of placeholders, because they can be fed, but
@@ -170,18 +169,22 @@ def _as_in_the_runtime(graph_def: graph_pb2.GraphDef, plain: Any) -> list[str]:
     are alive at once, the names and kinds of all nodes matter.
 
     Returns:
-      The names of the results, in flattened order.
+      The names of the inputs, captured ones last, and of the results.
     """
-    signature = plain.function_def.signature
+    graph, signature = plain.graph, plain.function_def.signature
     nodes = {node.name: node for node in graph_def.node}
-    captured = {inner.op.name: external for external, inner in plain.graph.captures}
-    names = {}
-    pairs = zip(plain.graph.inputs, signature.input_arg, strict=True)
-    for index, (tensor, argument) in enumerate(pairs):
-        names[tensor.op.name] = argument.name
+    captured = {inner.op.name: external for external, inner in graph.captures}
+    taken = nodes.keys() - {tensor.op.name for tensor in graph.inputs}
+    names: dict[str, str] = {}  # of the inputs, here and in the runtime
+    for index, (tensor, argument) in enumerate(zip(graph.inputs, signature.input_arg, strict=True)):
+        name = argument.name
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        names[tensor.op.name] = name
         node = nodes[tensor.op.name]
         node.Clear()
-        node.name, node.op = argument.name, _ARGUMENT
+        node.name, node.op = name, _ARGUMENT
         if tensor.dtype not in (tf.resource, tf.variant):
             node.op = _SHAPED
             node.attr["dtype"].type = argument.type
@@ -194,18 +197,17 @@ def _as_in_the_runtime(graph_def: graph_pb2.GraphDef, plain: Any) -> list[str]:
             node.attr[_HANDLE_DTYPES].list.type.append(data.dtype)
             node.attr[_HANDLE_SHAPES].list.shape.append(data.shape)
     for node in graph_def.node:
-        for slot, name in enumerate(node.input):
-            control, name = ("^", name[1:]) if name.startswith("^") else ("", name)
-            name, colon, number = name.partition(":")
-            node.input[slot] = control + names.get(name, name) + colon + number
+        for slot, reference in enumerate(node.input):
+            name = reference.removeprefix("^").partition(":")[0]
+            node.input[slot] = reference.replace(name, names.get(name, name), 1)
     results = []
-    pairs = zip(plain.graph.outputs, signature.output_arg, strict=True)
-    for index, (tensor, result) in enumerate(pairs):
+    for index, (tensor, result) in enumerate(zip(graph.outputs, signature.output_arg, strict=True)):
+        source = tensor.op.name
         node = graph_def.node.add(name=f"{result.name}_RetVal", op=_RESULT)
-        node.input.append(f"{names.get(tensor.op.name, tensor.op.name)}:{tensor.value_index}")
+        node.input.append(f"{names.get(source, source)}:{tensor.value_index}")
         node.attr["T"].type, node.attr["index"].i = result.type, index
         results.append(node.name)
-    return results
+    return list(names.values()), results
 
 
 def _as_inputs_and_outputs(
