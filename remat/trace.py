@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,10 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import function_def_to_graph, kernels
 from tensorflow.python.grappler import tf_optimizer
 
+from .allocator import UNWRITTEN
 from .executor import execution_order
 
 _ARGUMENT, _RESULT = "_Arg", "_Retval"  # operations of a function's graph
-# What an argument is that is no resource: its shape would be forgotten, too.  This
-# operation has none but a shape, either.
-_SHAPED = "_ParallelConcatStart"
 _SHAPES = "_output_shapes"  # TensorFlow's own names
 _HANDLE_DTYPES, _HANDLE_SHAPES = "_handle_dtypes", "_handle_shapes"
 # Only Python knows the shapes of these, and Grappler forgets them.
@@ -186,7 +184,9 @@ def _as_in_the_runtime(graph_def: graph_pb2.GraphDef, plain: Any) -> tuple[list[
         node.Clear()
         node.name, node.op = name, _ARGUMENT
         if tensor.dtype not in (tf.resource, tf.variant):
-            node.op = _SHAPED
+            # The shape of an argument that is no resource would be forgotten,
+            # too.  This operation has nothing but a shape, either.
+            node.op = UNWRITTEN
             node.attr["dtype"].type = argument.type
             node.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
             continue
@@ -235,9 +235,7 @@ def _as_inputs_and_outputs(
                 argument.attr["shape"].shape.CopyFrom(shape)
                 argument.attr["shared_name"].s = node.name.encode()
             node.CopyFrom(argument)
-    kept = [node for node in graph_def.node if node.name not in outputs]
-    del graph_def.node[:]
-    graph_def.node.extend(kept)
+    _remove(graph_def, outputs)
     return [outputs[name] for name in results]
 
 
@@ -365,10 +363,15 @@ def _restore_sums(graph_def: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
             addition.input.extend([partial, term.input[1]])
             addition.attr["T"].type = dtype
             partial = addition.name
-    kept = [node for node in graph_def.node if node.name not in removed]
+    _remove(graph_def, removed)
+    return graph_def
+
+
+def _remove(graph_def: graph_pb2.GraphDef, names: Container[str]) -> None:
+    """Takes the named nodes out of a graph."""
+    kept = [node for node in graph_def.node if node.name not in names]
     del graph_def.node[:]
     graph_def.node.extend(kept)
-    return graph_def
 
 
 @functools.cache

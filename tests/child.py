@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 COUNTED = {"TF_CPU_ALLOCATOR_USE_BFC": "true"}
 # Plain TensorFlow repeats itself bit for bit only with all three of these
 # (the third, op determinism, is a call: ``exact()`` in the prelude).
-EXACT = {**COUNTED, "TF_ENABLE_ONEDNN_OPTS": "0", "TF_NUM_INTEROP_THREADS": "1"}
+REPEATABLE = {"TF_ENABLE_ONEDNN_OPTS": "0", "TF_NUM_INTEROP_THREADS": "1"}
+EXACT = {**COUNTED, **REPEATABLE}
 
 _PRELUDE = """
 import json, os
