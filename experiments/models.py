@@ -297,7 +297,7 @@ CASES = {
         # For its floor: one kernel of 25,088 x 4,096.
         _image_case("VGG16Full", 8, 224, _application("VGG16")),
         # For the time that compiling takes.
-        _image_case("ResNet152", 8, 128),
+        _image_case("ResNet152", 32, 128),
         _image_case("NASNetMobile", 8, 224),
     )
 }

@@ -60,6 +60,7 @@ _FIRST, _AGAIN = 1 / 2, 1 / 4  # time limit of the first solve / usual one, of o
 _LONGEST = 7.5  # seconds of the first solve
 _MAX_GAP = 0.002  # points that are not worth more seconds of compiling
 _PATIENCE = 8  # of them with small steps
+_WIDE_GAP = 0.05  # points from which on the plan of a short solve gets a long one more
 _STEP_UP, _LONGER = 0.02, 1.5  # share of a budget that was not enough; times the last step
 _OVERFULL = 1.01  # times the budget: what is taken to be needed when memory runs out
 _LEAST_STEP, _LARGEST_STEP = 0.003, 0.04  # shares by which the target is lowered
@@ -356,6 +357,9 @@ def _search(
     """Solves for lower and lower targets, at most ``rounds`` times, until the
     prediction fits; the other arguments are those of ``make_plan``.
 
+    A plan that fits, but is far from the bound since its solve was short, gets as
+    much time as the first.
+
     Raises:
       _NoPlanError: if it never does.
     """
@@ -364,6 +368,7 @@ def _search(
         ceiling = budget - _margin(budget, prepared.pool)
     target = max(1, ceiling - _idle(prepared.pool))
     planned, bound = None, None
+    fitting: Planned | None = None  # while it gets more time
     needed = []  # by the plans that did not fit
     hopeless = 0  # the highest target that nothing was found for
     for number in range(rounds):
@@ -371,7 +376,7 @@ def _search(
             graph,
             target,
             solver=solver,
-            time_limit=time_limit if number == 0 else _AGAIN * time_limit,
+            time_limit=time_limit if number == 0 or fitting else _AGAIN * time_limit,
             max_gap=_MAX_GAP,
             seed=seed + number,
             start=start,
@@ -390,8 +395,17 @@ def _search(
         gap = None if bound is None else (plan.cost - bound) / graph.cost
         plan = replace(plan, budget=budget, lower_bound=bound, gap=gap)
         planned = _carry_out(prepared, plan, target, ceiling, seed + number)
-        if planned.needed <= ceiling or result.status is Status.INTERRUPTED:
+        fits = planned.needed <= ceiling
+        if fitting is not None:
+            return planned if fits else fitting
+        if result.status is Status.INTERRUPTED:
             return planned
+        if fits:
+            wide = gap is not None and gap > _WIDE_GAP
+            if not (wide and 0 < number < rounds - 1):
+                return planned
+            fitting = planned
+            continue
         needed.append(planned.needed)
         # How well tensors can be packed differs from one schedule to the next,
         # and less memory in use leaves more ways to pack it: aim a little lower.
@@ -422,7 +436,9 @@ def _idle(pool: Pool) -> int:
 
 
 def load_plan(prepared: Prepared, plan: Plan) -> Planned:
-    """Makes a saved plan ready to run.
+    """Makes a saved plan ready to run, with its tensors where they were.
+
+    It may need more than its budget where other memory is in use than there was.
 
     Raises:
       PlanError: if it was made for another step.
@@ -446,8 +462,11 @@ def load_plan(prepared: Prepared, plan: Plan) -> Planned:
     repriced = replace(
         plan, graph=graph.fingerprint, cost=truth.cost, overhead=truth.cost / graph.cost - 1
     )
+    seed = plan.details.get("seed", 0)
+    if not isinstance(seed, int) or seed < 0:
+        raise PlanError(f"details: seed is {seed!r}; it must be a whole number >= 0")
     ceiling = plan.budget - _margin(plan.budget, prepared.pool)
-    return _carry_out(prepared, repriced, truth.peak, ceiling)
+    return _carry_out(prepared, repriced, truth.peak, ceiling, seed)
 
 
 def corrected(prepared: Prepared, corrections: Corrections) -> Prepared:
@@ -472,6 +491,7 @@ def _carry_out(prepared: Prepared, plan: Plan, target: int, ceiling: int, seed: 
         "pool": usage.footprint,
         "plain_peak": prepared.plain.peak,
         "target": target,
+        "seed": seed,
         "margin": plan.budget - ceiling,
         "device": prepared.prices.device,
         "once": _run_once(prepared.program, prepared.extraction.threshold),

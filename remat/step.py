@@ -169,10 +169,7 @@ class CompiledStep:
         # Made once: two sets of them would not find the same slots.
         self._constants = held_constants(self.prepared.program)
         with self._timed("solve"):
-            if options.plan is not None:
-                self.planned = load_plan(self.prepared, replace(options.plan, budget=self.budget))
-            else:
-                self.planned = self._solve(None, say)
+            self.planned = self._solve(None, say)
         with self._timed("lower"):
             self._run = self._lower()
         if options.check and self.device.counted:
@@ -300,6 +297,8 @@ class CompiledStep:
             given = load_plan(prepared, replace(self.options.plan, budget=self.budget))
             if given.needed <= self.budget:
                 return given
+            say.line("the given plan does not fit the memory at hand: solving again, from it")
+            start = start or given.plan.schedule
         return make_plan(
             prepared,
             self.budget,

@@ -223,6 +223,8 @@ answer(schedule=step.plan.schedule, budget=step.budget, shown="<img" in step.pla
     second = run(
         make
         + f"""
+import dataclasses
+
 plan = remat.Plan.load({path!r})
 step = remat.compile(model, loss, optimizer, *specs, budget={first["budget"]}, plan=plan)
 data = list(zip(batches(specs[0], 2), batches(specs[1], 2, seed=1)))
@@ -232,11 +234,27 @@ try:
     error = None
 except remat.PlanError as caught:
     error = str(caught)
-answer(schedule=step.plan.schedule, measured=measured, error=error)
+damaged = dataclasses.replace(plan, details=plan.details | {{"seed": -1}})
+try:
+    remat.compile(model, loss, optimizer, *specs, budget={first["budget"]}, plan=damaged)
+    damage = None
+except remat.PlanError as caught:
+    damage = str(caught)
+less = int({first["budget"]} * 0.95)
+tight = remat.compile(model, loss, optimizer, *specs, budget=less, plan=plan)
+answer(
+    schedule=step.plan.schedule,
+    measured=measured,
+    error=error,
+    damage=damage,
+    tight=[peak_of(lambda: train(tight, data)), less],
+)
 """,
         COUNTED,
     )
     assert second["schedule"] == first["schedule"]
+    assert second["tight"][0] <= second["tight"][1]  # solved again: the plan needs more
+    assert "seed is -1" in second["damage"]
     assert first["shown"]
     assert Path(f"{path}.png").read_bytes().startswith(b"\x89PNG")
     assert second["measured"] <= first["budget"]
