@@ -15,16 +15,19 @@ class Blocks(keras.Model):
 
     def __init__(self, model: keras.Model) -> None:
         super().__init__(name=f"{model.name}_blocks")
-        self._shape = model.input_shape
+        self._input = model.input
         cuts = _cuts(model)
         size = max(1, math.isqrt(len(cuts)))
-        values = [model.input, *(model.layers[i].output for i in cuts[size - 1 : -1 : size])]
+        ends = [model.layers[i] for i in cuts[size - 1 : -1 : size]]
+        # Of the call in this model: a nested model's own output is that of its own inputs.
+        outputs = [layer._inbound_nodes[-1].outputs for layer in ends]
+        values = [model.input, *(own if len(own) > 1 else own[0] for own in outputs)]
         values.append(model.output)
         self.pieces = [keras.Model(a, b) for a, b in itertools.pairwise(values)]
 
     @property
-    def input_shape(self) -> tuple[int, ...]:
-        return self._shape
+    def input(self) -> Any:
+        return self._input
 
     def call(self, x: Any, training: bool | None = None) -> Any:
         for piece in self.pieces:
