@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+ONE_BY_ONE = "SINGLE_THREADED_EXECUTOR"
+"""TensorFlow's name for the executor that runs a function's operations in turn."""
+
 # Kernels that the executor runs at once, on the thread that made them ready
 # (OpKernel::IsExpensive returns false).
 INEXPENSIVE = frozenset(

@@ -6,6 +6,9 @@ without that, TensorFlow merges the copies or runs them at once, and memory
 does not fall at all.  Reads of variables and aliases stay out of the chain
 (they neither compute nor allocate), except for the edges that order them
 against assignments.
+
+Most steps on a CPU are run by the executor that TensorFlow has for running
+operations in turn (``_runs_one_by_one``): the same allocations in less time.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context
 
 from .allocator import UNWRITTEN
+from .executor import ONE_BY_ONE
 from .memory import Event, Fillers
 from .onednn import MERGED, second_name, unmerge
-from .program import Kind, Program
+from .program import ON_VARIABLES, Kind, Program, calls, has_effects
 
 # oneDNN's layout pass fuses these with the convolution beside them, without
 # regard for control edges, and so closes cycles ("N nodes in a cycle").  An
@@ -36,6 +40,8 @@ def lower(
     events: Sequence[Event],
     fillers: Fillers | None = None,
     constants: Mapping[int, tf.Tensor] | None = None,
+    *,
+    timed: bool = False,
 ) -> Callable[..., list[tf.Tensor]]:
     """Builds the function that runs ``events`` in order, with ``fillers`` between them.
 
@@ -44,6 +50,7 @@ def lower(
       events: their runs.
       fillers: what is allocated between them.
       constants: as ``held_constants`` makes them, where there are some already.
+      timed: so that the profiler sees the seconds of each operation.
 
     Returns:
       A function of the step's flattened arguments that returns its flattened
@@ -88,6 +95,7 @@ def lower(
     ).get_concrete_function()
     config = config_pb2.ConfigProto()
     config.graph_options.rewrite_options.disable_meta_optimizer = True
+    executor = ONE_BY_ONE if not timed and _runs_one_by_one(program) else ""
     captured = inner.captured_inputs
     kinds = [tensor.dtype for tensor in inner.outputs]
 
@@ -97,9 +105,23 @@ def lower(
             Tout=kinds,
             f=inner,
             config_proto=config.SerializeToString(),
+            executor_type=executor,
         )
 
     return call
+
+
+def _runs_one_by_one(program: Program) -> bool:
+    """Whether the executor that runs operations in turn, on one thread, can run a step.
+
+    It takes less time between operations than the one that looks for what can run at
+    the same time, which the chain forbids anyway.  It knows one device only, and must
+    not wait for others: no loops or calls, collective operations, queues.
+    """
+    if len(tf.config.list_logical_devices()) > 1:
+        return False
+    types = {op.type for op in program.ops if op.kind in (Kind.PURE, Kind.ONCE)}
+    return not any(calls(type) or has_effects(type, beside=ON_VARIABLES) for type in types)
 
 
 def held_constants(program: Program) -> dict[int, tf.Tensor]:

@@ -24,6 +24,7 @@ from .timeline import record, record_seconds
 
 def measure(
     function: Callable[[], list[tf.Tensor]],
+    timed: Callable[[], list[tf.Tensor]],
     settled: Callable[[], AbstractContextManager[object]],
     prepared: Prepared,
     planned: Planned,
@@ -34,10 +35,12 @@ def measure(
     """Runs a lowered step and compares what it takes with what was predicted.
 
     One run to warm up, ``steps`` that are timed, and two under the profiler:
-    one for allocations, one for the seconds of each operation.
+    one for allocations, one (of its own lowering, warmed up, too) for the seconds of
+    each operation.
 
     Args:
       function: runs the step once.
+      timed: the same, so that the profiler sees the seconds of each operation.
       settled: puts the memory pool into the state that the plan is for.
       prepared, planned: what ``function`` was lowered from.
       device: where.
@@ -45,7 +48,7 @@ def measure(
     """
     on_gpu = device.name.startswith("GPU")
 
-    def run() -> list[tf.Tensor]:
+    def run(function: Callable[[], list[tf.Tensor]] = function) -> list[tf.Tensor]:
         results = function()
         if on_gpu:
             tf.test.experimental.sync_devices()
@@ -71,9 +74,11 @@ def measure(
 
     def run_timed() -> None:
         started = time.perf_counter()
-        run()
+        run(timed)
         profiled.append(time.perf_counter() - started)
 
+    with settled():
+        run(timed)
     with settled():
         by_node = record_seconds(run_timed, on_gpu=on_gpu)
     del results

@@ -173,6 +173,15 @@ class Program:
         }
 
 
+# Prefixes of stateful operations whose every effect is on variables, or on their own
+# random state.
+ON_VARIABLES = (
+    "Assign", "ReadVariableOp", "VarHandleOp", "VarIsInitializedOp", "VariableShape",
+    "ResourceApply", "ResourceSparseApply", "ResourceScatter", "ResourceGather",
+    "ResourceStridedSliceAssign", "DisableCopyOnRead",
+    "Random", "TruncatedNormal", "Multinomial", "ParameterizedTruncatedNormal",
+)  # fmt: skip
+
 # Outputs that are their input.
 _IDENTITIES = frozenset(
     ["Identity", "IdentityN", "StopGradient", "PreventGradient", "Snapshot", "EnsureShape"]
@@ -467,18 +476,31 @@ def _kind(operation: tf.Operation, arguments: set[str]) -> Kind:
         return Kind.CONSTANT
     if operation.type == "ReadVariableOp":
         return Kind.READ
-    definition = op_def_registry.get(operation.type)
     tensors = [*operation.inputs, *operation.outputs]
     if (
-        definition is None
-        or definition.is_stateful
+        calls(operation.type)
+        or has_effects(operation.type)
         or any(tensor.dtype in (tf.resource, tf.variant) for tensor in tensors)
-        or any(attribute.type in ("func", "list(func)") for attribute in definition.attr)
     ):
         return Kind.ONCE
     if operation.type in _ALIASES:
         return Kind.ALIAS
     return Kind.PURE
+
+
+def calls(type: str) -> bool:
+    """Whether operations of a type run functions: loops, branches, or a function's own name."""
+    definition = op_def_registry.get(type)
+    return definition is None or any(
+        attribute.type in ("func", "list(func)") for attribute in definition.attr
+    )
+
+
+def has_effects(type: str, beside: tuple[str, ...] = ()) -> bool:
+    """Whether operations of a type have effects, other than types with the prefixes ``beside``."""
+    definition = op_def_registry.get(type)
+    stateful = definition is not None and definition.is_stateful
+    return stateful and not type.startswith(beside)
 
 
 def _forwards(operation: tf.Operation, kind: Kind) -> tuple[int, ...]:

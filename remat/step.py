@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework import op_def_registry
 
 from . import allocator
 from .arena import Pool
@@ -37,7 +36,7 @@ from .planning import (
     read,
 )
 from .price import Profile
-from .program import Kind, Program
+from .program import ON_VARIABLES, Kind, Program, has_effects
 from .progress import ProgressLine
 from .solvers import InfeasibleBudgetError, Plan
 from .solvers.budget import format_bytes, parse_budget
@@ -54,15 +53,9 @@ _WATCHED_CALLS = 2  # first calls whose peak is measured
 _LAYOUTS = 3  # times, at most, that memory is divided anew for a step
 _DRIFT = 1 << 19  # bytes allocated beside a step before that happens
 _MEASURING = threading.RLock()  # the allocator's counters are the whole process's
-# Stateful operations whose every effect is on variables (which a trial run
-# puts back) or on their own random state (which a fresh lowering resets).
-_REVERSIBLE = (
-    "Assign", "ReadVariableOp", "VarHandleOp", "VarIsInitializedOp", "VariableShape",
-    "ResourceApply", "ResourceSparseApply", "ResourceScatter", "ResourceGather",
-    "ResourceStridedSliceAssign", "DisableCopyOnRead",
-    "Random", "TruncatedNormal", "Multinomial", "ParameterizedTruncatedNormal",
-    "While", "If", "Case", "StatefulPartitionedCall", "TensorList",
-)  # fmt: skip
+# Stateful operations whose effects a trial run can undo: it puts variables back, and
+# a fresh lowering resets random states.
+_REVERSIBLE = (*ON_VARIABLES, "While", "If", "Case", "StatefulPartitionedCall", "TensorList")
 
 
 @dataclass(frozen=True)
@@ -221,10 +214,11 @@ class CompiledStep:
         self._keep_layout()
         with _MEASURING, _variables_put_back(program):
             self._settled_bytes = None
-            # A lowering of its own has generators of its own.
-            lowered = self._lower()
+            # Lowerings of their own have generators of their own.
+            lowered, timed = self._lower(), self._lower(timed=True)
             found = measure(
                 lambda: lowered(*inputs),
+                lambda: timed(*inputs),
                 self._settled,
                 self.prepared,
                 self.planned,
@@ -406,9 +400,9 @@ class CompiledStep:
         asked = requests(program, events, workspace)
         return compare(program, events, asked, workspace, recorded, corrected_before)
 
-    def _lower(self) -> Callable[..., list[tf.Tensor]]:
-        planned = self.planned
-        return lower(self.prepared.program, planned.events, planned.fillers, self._constants)
+    def _lower(self, *, timed: bool = False) -> Callable[..., list[tf.Tensor]]:
+        program, planned = self.prepared.program, self.planned
+        return lower(program, planned.events, planned.fillers, self._constants, timed=timed)
 
     @contextmanager
     def _settled(self) -> Iterator[bool]:
@@ -556,12 +550,7 @@ def _reversible(program: Program) -> bool:
     types = {op.type for op in program.ops if op.kind is Kind.ONCE}
     for function in program.library.library.function:
         types.update(node.op for node in function.node_def)
-    for kind in types:
-        definition = op_def_registry.get(kind)
-        stateful = definition is not None and definition.is_stateful
-        if stateful and not kind.startswith(_REVERSIBLE):
-            return False
-    return True
+    return not any(has_effects(type, beside=_REVERSIBLE) for type in types)
 
 
 def _zeros(program: Program) -> list[tf.Tensor]:

@@ -23,7 +23,7 @@ from tensorflow.python.framework import function_def_to_graph, kernels
 from tensorflow.python.grappler import tf_optimizer
 
 from .allocator import UNWRITTEN
-from .executor import execution_order
+from .executor import ONE_BY_ONE, execution_order
 
 _ARGUMENT, _RESULT = "_Arg", "_Retval"  # operations of a function's graph
 _SHAPES = "_output_shapes"  # TensorFlow's own names
@@ -306,7 +306,7 @@ def _grappler(graph_def: graph_pb2.GraphDef, keep: Sequence[str]) -> graph_pb2.G
     # Conditionals and loops stay whole: in pieces (switches and merges, which
     # the runtime makes of them later) they could not be scheduled.  Grappler
     # breaks them up unless this executor runs them; the name does nothing else.
-    config.experimental.executor_type = "SINGLE_THREADED_EXECUTOR"
+    config.experimental.executor_type = ONE_BY_ONE
     if config.graph_options.rewrite_options.disable_meta_optimizer:
         return graph_def
     meta_graph = meta_graph_pb2.MetaGraphDef()

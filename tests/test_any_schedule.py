@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from child import REPEATABLE, run
 
 from remat.solvers.graph import Graph
@@ -44,15 +45,16 @@ def any_schedule(graph: Graph, seed: int) -> tuple[int, ...]:
     return tuple(schedule)
 
 
-def test_same_bits_as_keras_by_any_schedule() -> None:
+@pytest.mark.parametrize("name", ["attention", "other normalization"])
+def test_same_bits_as_keras_by_any_schedule(name: str) -> None:
     found = run(
-        """
+        f"""
 import dataclasses, sys
 sys.path.insert(0, "tests")
 exact()
 from layer_cases import CASES, train as fit
 from test_any_schedule import any_schedule
-case = CASES["attention"]
+case = CASES[{name!r}]
 plain, _ = fit(case, None)
 
 specs = [tf.TensorSpec(value.shape, value.dtype) for value in next(case.batches())]
@@ -62,7 +64,7 @@ def follow(schedule=None):
     keras.utils.set_random_seed(1)
     model, how = case.build(), case.compiled()
     step = remat.compile(
-        model, how["loss"], how["optimizer"], *specs, budget=2**34, profile={}, check=False,
+        model, how["loss"], how["optimizer"], *specs, budget=2**34, profile={{}}, check=False,
         plan=schedule and dataclasses.replace(natural.plan, schedule=schedule),
     )
     keras.utils.set_random_seed(2)
