@@ -264,6 +264,7 @@ class Pool:
       layout: how it was divided; guessed from the rest if None.
       quiet: whether nothing else allocates while a step runs, so that tensors
         can be placed (see ``placement``).
+      ahead: batches that an input pipeline may hold, too.
     """
 
     held: tuple[int, ...]
@@ -275,6 +276,7 @@ class Pool:
     highest: int = 0
     layout: Layout | None = None
     quiet: bool = False
+    ahead: int = 0
 
     @property
     def resident(self) -> int:
@@ -284,11 +286,12 @@ class Pool:
     @property
     def slots(self) -> tuple[int, ...]:
         """Sizes of the chunks to lay out: three for each tensor of a batch (the
-        last one, the next one, and the copy that making it may take); two for
+        last one, the next one, and the copy that making it may take) and for
+        what a pipeline holds, which would come and go in the area; two for
         each of the results (the last one is held while the next one is made);
         one for each constant; and many below ``GRAIN`` for small values,
         twice what they take, as a chunk may be twice its request."""
-        between = (*self.arguments, *self.results, *self.arguments, *self.results, *self.arguments)
+        between = (*self.arguments, *self.results) * 2 + self.arguments * (1 + self.ahead)
         single = [size for size in (*between, *self.constants) if size >= GRAIN]
         small = sum(aligned(size) for size in (*between, *self.constants) if size < GRAIN)
         count = -(-(2 * (self.small + small) + _SMALL_VALUES) // GRAIN)

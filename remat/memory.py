@@ -129,11 +129,14 @@ def simulate(requests: Requests, pool: Pool, fillers: Fillers | None = None) -> 
     batch, results = pool.batch(arena), pool.last_results(arena)
     held: list[int] = []
     peak = 0
-    # In a quiet pool every step finds the same; else they are followed until
-    # batches and results lie where they did before.
+    # In a quiet pool every step finds the same; else they are followed until batches
+    # and results lie where they did before, and the pipeline is ahead as far as it gets.
     seen: set[tuple[int, ...]] = set()
-    for _ in range(1 if pool.quiet else _STEPS):
-        found = tuple(chunk.address for chunk in (*batch, *results))
+    waiting: list[Chunk] = []
+    for number in range(1 if pool.quiet else _STEPS):
+        if 0 < number <= pool.ahead:
+            waiting += pool.batch(arena)
+        found = tuple(chunk.address for chunk in (*batch, *results, *waiting))
         if found in seen:
             break
         seen.add(found)

@@ -55,13 +55,17 @@ _UNPLACED_MARGIN = 0.015  # ... and where the allocator chooses the places, ...
 _LEAST_MARGIN = 0.03, 2**19  # ... at least the lower of this share and these bytes
 _SHOWN = 4  # kinds of operations that a summary names
 _ROUNDS = 16  # solves, at most, until the prediction fits ...
-_FEW_ROUNDS = 4  # ... where only a budget is looked for that is enough
+_FEW_ROUNDS = 4  # ... from a schedule that fits
 _FIRST, _AGAIN = 1 / 2, 1 / 4  # time limit of the first solve / usual one, of others / first
 _LONGEST = 7.5  # seconds of the first solve
 _MAX_GAP = 0.002  # points that are not worth more seconds of compiling
 _PATIENCE = 8  # of them with small steps
 _WIDE_GAP = 0.05  # points from which on the plan of a short solve gets a long one more
-_STEP_UP, _LONGER = 0.02, 1.5  # share of a budget that was not enough; times the last step
+_STEP_UP = 0.005  # share of a budget that was not enough
+# To find the least peak: annealings, changes in each (a node; at most), seconds that it
+# never takes.
+_LEANEST_STARTS, _LEANEST_SECONDS = 8, 600.0
+_LEANEST_MOVES_A_NODE, _LEANEST_MOVES = 500, 1_000_000
 _OVERFULL = 1.01  # times the budget: what is taken to be needed when memory runs out
 _LEAST_STEP, _LARGEST_STEP = 0.003, 0.04  # shares by which the target is lowered
 
@@ -298,46 +302,114 @@ def make_plan(
         usual = _FIRST * default_time_limit(prepared.extraction.graph)
         time_limit = min(_LONGEST, usual)
         ready()  # what is compiled once must not cost this plan its time
-    search = functools.partial(_search, solver=solver, seed=seed, progress=progress)
+    if ceiling is None:
+        ceiling = budget - _margin(budget, prepared.pool)
+    search = functools.partial(
+        _search, prepared, budget, ceiling, solver=solver, seed=seed, progress=progress
+    )
+    target = max(1, ceiling - _idle(prepared.pool))
     try:
-        return search(
-            prepared, budget, time_limit=time_limit, rounds=_ROUNDS, ceiling=ceiling, start=start
-        )
+        return search(target, time_limit=time_limit, rounds=_ROUNDS, start=start)
     except _NoPlanError as problem:
         failed = problem
-    # Upwards from where it might do, by ever longer steps.
-    step = _STEP_UP
-    while not failed.interrupted:
-        enough = max(failed.estimate, int(failed.budget * (1 + step)))
-        step *= _LONGER
-        roomy = replace(prepared, pool=_roomy(prepared.pool, enough))
-        try:
-            found = search(roomy, enough, time_limit=_AGAIN * time_limit, rounds=_FEW_ROUNDS)
-        except _NoPlanError as problem:
-            failed = problem
-        else:
-            raise infeasible(prepared, budget, max(enough, found.needed))
-    raise infeasible(prepared, budget, failed.estimate)
+    if failed.interrupted:
+        raise infeasible(prepared, budget, failed.estimate)
+    leanest = _leanest(prepared.extraction.graph, seed)
+    planned = _follow(prepared, leanest, budget, ceiling, seed, failed.bound)
+    if planned.needed > ceiling:
+        raise infeasible(prepared, budget, _least_budget(prepared, leanest, budget, ceiling, seed))
+    try:
+        return search(
+            planned.target,
+            time_limit=time_limit,
+            rounds=_FEW_ROUNDS,
+            start=leanest.schedule,
+            bound=failed.bound,
+        )
+    except _NoPlanError:
+        return planned
 
 
 class _NoPlanError(Exception):
-    """No plan was found for ``budget``; ``estimate`` may be enough."""
+    """No plan was found; a budget of ``estimate`` may be enough.  ``bound`` is for the budget
+    that was asked for."""
 
-    def __init__(self, budget: int, estimate: int, interrupted: bool = False) -> None:
-        super().__init__(budget, estimate)
-        self.budget = budget
+    def __init__(self, estimate: int, bound: float | None, interrupted: bool) -> None:
+        super().__init__(estimate)
         self.estimate = estimate
+        self.bound = bound
         self.interrupted = interrupted
 
 
-def _roomy(pool: Pool, budget: int) -> Pool:
-    """The pool as it would be divided if there were so many bytes."""
+def _leanest(graph: Graph, seed: int) -> Result:
+    """The schedule of least peak that so many changes find: however busy the machine
+    is, it is the same one that was found when the budget was named that it needs."""
+    found = solve(
+        graph,
+        1.0,
+        solver="anneal",
+        minimize="peak",
+        time_limit=_LEANEST_SECONDS,
+        seed=seed,
+        workers=_LEANEST_STARTS,
+        moves=min(_LEANEST_MOVES, _LEANEST_MOVES_A_NODE * len(graph)),
+    )
+    assert found.peak is not None  # the given order is within its own peak
+    return replace(found, status=Status.FEASIBLE, budget=found.peak)
+
+
+def _follow(
+    prepared: Prepared,
+    result: Result,
+    budget: int,
+    ceiling: int,
+    seed: int,
+    bound: float | None = None,
+) -> Planned:
+    """What a schedule takes, whether or not it is within the budget.  ``bound``: the least
+    seconds within it, if known."""
+    graph = prepared.extraction.graph
+    plan = result.to_plan(graph)
+    gap = None if bound is None else (plan.cost - bound) / graph.cost
+    plan = replace(plan, budget=budget, lower_bound=bound, gap=gap)
+    return _carry_out(prepared, plan, result.budget, ceiling, seed)
+
+
+def _least_budget(prepared: Prepared, leanest: Result, budget: int, ceiling: int, seed: int) -> int:
+    """The least budget found, from a refused one upwards, for which everything has a place,
+    even under a hard limit equal to it."""
+    beside = budget - ceiling
+    enough = max(budget, leanest.budget + beside)
+    while True:
+        try:
+            limited = replace(prepared, pool=_limited(prepared.pool, enough))
+            ceiling = enough - max(beside, _margin(enough, limited.pool))
+            planned = _follow(limited, leanest, enough, ceiling, seed)
+            if planned.needed <= ceiling:
+                return enough
+            lacking = planned.needed - ceiling
+        except OutOfMemoryError:
+            lacking = 0
+        enough += max(lacking, int(enough * _STEP_UP))
+
+
+def _limited(pool: Pool, budget: int) -> Pool:
+    """The pool as it would be divided under a hard limit of so many bytes.
+
+    Raises:
+      OutOfMemoryError: if not even what is held would fit.
+    """
     if not pool.highest:
-        return pool  # never divided
+        return pool  # nobody counts its bytes
     in_use = sum(map(aligned, pool.held))
-    area = max(0, budget - in_use - slots_end(pool.slots))
-    # Some of a pool is lost to what lies in it already.
-    layout = Layout(in_use, (), pool.slots, area - area // 32)
+    unclaimed = replace(pool, limit=budget).unclaimed()
+    # What variables leave of the regions that they made the pool grow by.
+    hole = max(0, budget - unclaimed - in_use)
+    block = max(unclaimed, hole)
+    area = block - block // 64 - slots_end(pool.slots)  # something small may be in it
+    if area < (budget - in_use) // 2:
+        return replace(pool, limit=budget, layout=None, quiet=False)
+    layout = Layout(in_use, (aligned(min(unclaimed, hole)),), pool.slots, area)
     # A hopeless budget is never divided, one that is enough will be.
     return replace(pool, layout=layout, quiet=pool.quiet or pool.layout is None)
 
@@ -345,17 +417,19 @@ def _roomy(pool: Pool, budget: int) -> Pool:
 def _search(
     prepared: Prepared,
     budget: int,
+    ceiling: int,
+    target: int,
     *,
     solver: str | Method,
     time_limit: float,
     rounds: int,
     seed: int,
     progress: Callable[[Result], None] | None,
-    ceiling: int | None = None,
     start: Sequence[int] | None = None,
+    bound: float | None = None,
 ) -> Planned:
-    """Solves for lower and lower targets, at most ``rounds`` times, until the
-    prediction fits; the other arguments are those of ``make_plan``.
+    """Solves for a target, and then for lower and lower ones, at most ``rounds`` times,
+    until the prediction fits; the other arguments are those of ``make_plan``.
 
     A plan that fits, but is far from the bound since its solve was short, gets as
     much time as the first.
@@ -364,10 +438,7 @@ def _search(
       _NoPlanError: if it never does.
     """
     graph = prepared.extraction.graph
-    if ceiling is None:
-        ceiling = budget - _margin(budget, prepared.pool)
-    target = max(1, ceiling - _idle(prepared.pool))
-    planned, bound = None, None
+    planned = None
     fitting: Planned | None = None  # while it gets more time
     needed = []  # by the plans that did not fit
     hopeless = 0  # the highest target that nothing was found for
@@ -382,25 +453,23 @@ def _search(
             start=start,
             progress=progress,
         )
-        bound = result.lower_bound if number == 0 else bound
+        bound = result.lower_bound if bound is None else bound
         if result.schedule is None:
             if planned is None:
                 interrupted = result.status is Status.INTERRUPTED
-                raise _NoPlanError(budget, result.least_budget + budget - target, interrupted)
+                raise _NoPlanError(result.least_budget + budget - target, bound, interrupted)
             hopeless = max(hopeless, target)
             target = (hopeless + planned.target) // 2
             continue
         start = result.schedule
-        plan = result.to_plan(graph)
-        gap = None if bound is None else (plan.cost - bound) / graph.cost
-        plan = replace(plan, budget=budget, lower_bound=bound, gap=gap)
-        planned = _carry_out(prepared, plan, target, ceiling, seed + number)
+        planned = _follow(prepared, result, budget, ceiling, seed + number, bound)
         fits = planned.needed <= ceiling
         if fitting is not None:
             return planned if fits else fitting
         if result.status is Status.INTERRUPTED:
             return planned
         if fits:
+            gap = planned.plan.gap
             wide = gap is not None and gap > _WIDE_GAP
             if not (wide and 0 < number < rounds - 1):
                 return planned
@@ -415,7 +484,7 @@ def _search(
         target = int(used * (1 - step))
         if target <= hopeless:
             target = (hopeless + used) // 2
-    raise _NoPlanError(budget, min(needed) + budget - ceiling)
+    raise _NoPlanError(min(needed) + budget - ceiling, bound, False)
 
 
 def _margin(budget: int, pool: Pool) -> int:
