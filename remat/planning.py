@@ -316,8 +316,13 @@ def make_plan(
         raise infeasible(prepared, budget, failed.estimate)
     leanest = _leanest(prepared.extraction.graph, seed)
     planned = _follow(prepared, leanest, budget, ceiling, seed, failed.bound)
+    interrupted = leanest.status is Status.INTERRUPTED
+    if planned.needed > ceiling and interrupted:
+        raise infeasible(prepared, budget, failed.estimate)
     if planned.needed > ceiling:
         raise infeasible(prepared, budget, _least_budget(prepared, leanest, budget, ceiling, seed))
+    if interrupted:
+        return planned
     try:
         return search(
             planned.target,
@@ -355,7 +360,8 @@ def _leanest(graph: Graph, seed: int) -> Result:
         moves=min(_LEANEST_MOVES, _LEANEST_MOVES_A_NODE * len(graph)),
     )
     assert found.peak is not None  # the given order is within its own peak
-    return replace(found, status=Status.FEASIBLE, budget=found.peak)
+    status = Status.INTERRUPTED if found.status is Status.INTERRUPTED else Status.FEASIBLE
+    return replace(found, status=status, budget=found.peak)
 
 
 def _follow(

@@ -48,7 +48,7 @@ log = logging.getLogger("remat")
 
 _TRIALS = 6  # measured runs, at most, until the peak is within the budget
 _UNPLACED_SLACK = 0.01  # of the budget, which a trial run without addresses must not take
-_AHEAD, _AHEAD_SHARE = 8, 1 / 32  # batches that a pipeline holds, at most; share of the budget
+_AHEAD, _AHEAD_SHARE = 8, 1 / 32  # batches that a pipeline holds, at most; share of the peak
 _TRIAL_STEPS = 2  # with batch and results where they are for every other step
 _WATCHED_CALLS = 2  # first calls whose peak is measured
 _LAYOUTS = 3  # times, at most, that memory is divided anew for a step
@@ -145,9 +145,10 @@ class CompiledStep:
                 held=(*pool.held, other) if other > 0 else pool.held,
                 highest=allocator.peak_before_claims(self.device),
             )
-            budget, _ = self._resolve_budget(plain_usage(program, {}, pool).peak)
+            plain = plain_usage(program, {}, pool).peak
+            budget, _ = self._resolve_budget(plain)
             if options.quiet is False:
-                ahead = _AHEAD_SHARE * budget // max(1, sum(pool.arguments))
+                ahead = _AHEAD_SHARE * min(budget, plain) // max(1, sum(pool.arguments))
                 pool = replace(pool, ahead=min(_AHEAD, int(ahead)))
             block = self._claim(pool, budget)
         with self._timed("price"):

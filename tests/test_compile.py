@@ -334,7 +334,7 @@ step = remat.compile(model, loss, optimizer, *specs, budget={refused["least"]})
 data = list(zip(batches(specs[0], 3), batches(specs[1], 3, seed=1)))
 answer(measured=peak_of(lambda: train(step, data)))
 """,
-        COUNTED,
+        {**COUNTED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(-(-refused["least"] >> 20))},
     )
     assert found["measured"] <= refused["least"]
 

@@ -418,3 +418,29 @@ answer(peak=peak, budget=step.budget, plain=step.prepared.plain.peak,
     )
     assert found["peak"] <= found["budget"] < found["plain"]
     assert found["shapes"] == [[256, 32, 32, 3], [88, 32, 32, 3]]
+
+
+def test_a_pipeline_that_is_ahead_is_foreseen() -> None:
+    """Many small batches, which wait in memory while a step runs."""
+    found = run(
+        """
+inputs = keras.Input((64, 1))
+x = keras.layers.Dense(32)(inputs)
+for _ in range(2):
+    seen = keras.layers.LayerNormalization()(x)
+    x = x + keras.layers.MultiHeadAttention(2, 16, dropout=0.1)(seen, seen)
+    seen = keras.layers.Dense(128, activation="gelu")(keras.layers.LayerNormalization()(x))
+    x = x + keras.layers.Dropout(0.1)(keras.layers.Dense(32)(seen))
+model = keras.Model(inputs, keras.layers.Dense(10)(keras.layers.Flatten()(x)))
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(64 * 40, 64, 1)).astype("float32"), rng.integers(0, 10, 64 * 40)
+wrapped = remat.wrap(model, budget="70%")
+wrapped.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+wrapped.fit(x[:256], y[:256], batch_size=64, verbose=0)
+peak = peak_of(lambda: wrapped.fit(x, y, batch_size=64, epochs=3, verbose=0))
+answer(peak=peak, plan=wrapped.remat.plan.peak, data=x.nbytes)
+""",
+        COUNTED,
+    )
+    # What is asked for beside the step: the data, once more at most, and little else.
+    assert found["peak"] <= found["plan"] + found["data"] + (1 << 18)
