@@ -382,15 +382,19 @@ def _follow(
 
 
 def _least_budget(prepared: Prepared, leanest: Result, budget: int, ceiling: int, seed: int) -> int:
-    """The least budget found, from a refused one upwards, for which everything has a place,
-    even under a hard limit equal to it."""
+    """The least budget found, above a refused one, for which everything has a place, even
+    under a hard limit equal to it."""
     beside = budget - ceiling
-    enough = max(budget, leanest.budget + beside)
+    # What could not be divided for a budget with room for the schedule will not be
+    # for a little more.
+    pool = prepared.pool
+    undivided = pool.layout is None and leanest.budget <= budget
+    enough = max(int(budget * (1 + _STEP_UP)), leanest.budget + beside)
     while True:
         try:
-            limited = replace(prepared, pool=_limited(prepared.pool, enough))
-            ceiling = enough - max(beside, _margin(enough, limited.pool))
-            planned = _follow(limited, leanest, enough, ceiling, seed)
+            there = replace(prepared, pool=pool if undivided else _limited(pool, enough))
+            ceiling = enough - max(beside, _margin(enough, there.pool))
+            planned = _follow(there, leanest, enough, ceiling, seed)
             if planned.needed <= ceiling:
                 return enough
             lacking = planned.needed - ceiling

@@ -339,6 +339,36 @@ answer(measured=peak_of(lambda: train(step, data)))
     assert found["measured"] <= refused["least"]
 
 
+def test_where_a_plain_step_has_run_the_named_budget_is_in_reach() -> None:
+    """Its memory is in pieces, which are not known before a budget with room for a plan."""
+    found = run(
+        dedent(_MODELS["batchnorm"]).replace("(64", "(256")
+        + """
+@tf.function(autograph=False)
+def plain(x, y):
+    with tf.GradientTape() as tape:
+        value = loss(y, model(x, training=True))
+    optimizer.apply_gradients(
+        zip(tape.gradient(value, model.trainable_variables), model.trainable_variables))
+
+data = list(zip(batches(specs[0], 3), batches(specs[1], 3, seed=1)))
+plain(*data[0])
+named, measured = [24 << 20], None
+while measured is None and len(named) < 5:
+    try:
+        step = remat.compile(model, loss, optimizer, *specs, budget=named[-1])
+        measured = peak_of(lambda: train(step, data))
+    except remat.InfeasibleBudgetError as error:
+        named.append(error.least_budget)
+answer(named=named, measured=measured)
+""",
+        COUNTED,
+    )
+    assert found["named"] == sorted(set(found["named"]))
+    assert found["measured"] is not None
+    assert found["measured"] <= found["named"][-1]
+
+
 def test_another_backend_is_refused() -> None:
     pytest.importorskip("torch", reason="needs a second Keras backend")
     found = run(
