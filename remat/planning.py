@@ -295,8 +295,9 @@ def make_plan(
       start: a schedule to start from.
 
     Raises:
-      InfeasibleBudgetError: if no schedule is found.  It names a budget that a
-        plan was made for (unless that search was interrupted, too).
+      InfeasibleBudgetError: if no schedule is found.  It names a budget for which
+        the schedule of least peak was given a place, in the pool as it would
+        then be divided (an estimate, if the search was interrupted).
     """
     if time_limit is None:
         usual = _FIRST * default_time_limit(prepared.extraction.graph)
@@ -317,10 +318,11 @@ def make_plan(
     leanest = _leanest(prepared.extraction.graph, seed)
     planned = _follow(prepared, leanest, budget, ceiling, seed, failed.bound)
     interrupted = leanest.status is Status.INTERRUPTED
-    if planned.needed > ceiling and interrupted:
-        raise infeasible(prepared, budget, failed.estimate)
     if planned.needed > ceiling:
-        raise infeasible(prepared, budget, _least_budget(prepared, leanest, budget, ceiling, seed))
+        least = failed.estimate
+        if not interrupted:
+            least = _least_budget(prepared, leanest, budget, ceiling, seed)
+        raise infeasible(prepared, budget, least)
     if interrupted:
         return planned
     try:
@@ -347,8 +349,9 @@ class _NoPlanError(Exception):
 
 
 def _leanest(graph: Graph, seed: int) -> Result:
-    """The schedule of least peak that so many changes find: however busy the machine
-    is, it is the same one that was found when the budget was named that it needs."""
+    """The schedule of least peak that annealing finds, in a number of changes instead of
+    some seconds: the same one every time, however busy the machine is, so that a budget
+    named for it is met later."""
     found = solve(
         graph,
         1.0,
