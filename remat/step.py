@@ -117,6 +117,7 @@ class CompiledStep:
         self.measured_peak: int | None = None
         self.seconds: dict[str, float] = {}
         self._calls = 0
+        self._warned = False  # of a later step above the budget
         self._laid: allocator.Laid | None = None
         self._settled_bytes: int | None = None  # in use when a step starts
         self._layouts = 1
@@ -182,8 +183,14 @@ class CompiledStep:
     def __call__(self, *arguments: Any) -> Any:
         """Runs one step; arguments and results are nests as the function's own."""
         flat = self._flatten(arguments)
-        if tf.inside_function() or not self.device.counted or self._calls >= _WATCHED_CALLS:
+        if tf.inside_function() or not self.device.counted:
             return self._pack(self._execute(flat))
+        if self._calls >= _WATCHED_CALLS:
+            # The counter is left to others; what raises it is seen all the same.
+            before = allocator.peak_bytes(self.device)
+            results = self._execute(flat)
+            self._warn_above_budget(before, allocator.peak_bytes(self.device))
+            return self._pack(results)
         with _MEASURING:
             self._calls += 1
             allocator.reset_peak(self.device)
@@ -263,6 +270,19 @@ class CompiledStep:
                 planned = self._solve(None, say, self.plan.schedule, prepared)
                 self._unplaced = lower(prepared.program, planned.events, constants=self._constants)
         return self._unplaced
+
+    def _warn_above_budget(self, before: int, peak: int) -> None:
+        """Says, once, that a later step raised the peak above the budget."""
+        if self._warned or peak <= max(before, self.budget):
+            return
+        self._warned = True
+        warnings.warn(
+            f"the step took {format_bytes(peak)}, above its budget of "
+            f"{format_bytes(self.budget)}: something was allocated since it was planned (data, "
+            "results that are kept); compile again to have it planned beside that",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     def _over_budget(self) -> None:
         """A real step took more than the budget: says so, and tightens the plan."""
