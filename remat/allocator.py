@@ -19,7 +19,7 @@ import psutil
 import tensorflow as tf
 from tensorflow.python.eager import context, execute
 
-from .arena import ALIGNMENT, Layout, Pool, aligned, is_split, slots_end
+from .arena import ALIGNMENT, LEAST_AREA, Layout, Pool, aligned, is_split, slots_end
 from .device import cpu_is_pooled, default_device
 
 UNWRITTEN = "_ParallelConcatStart"
@@ -179,7 +179,7 @@ def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid | Non
       budget: bytes, everything included.
 
     Returns:
-      The layout; None if it would leave less than half of the budget in one piece.
+      The layout; None if it would leave too little of the budget in one piece.
     """
     # Something small may have been left in it since it was claimed.
     tensor, size = _chunk(device, block.bytes - block.bytes // 64)
@@ -211,13 +211,15 @@ def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid | Non
     sizes = pool.slots
     end = slots_end(sizes)
     left = budget - in_use
-    area = min(block.bytes, left - sum(chunk for _, chunk in others)) - end
+    block, walls = _into_hole(device, block, others, left)
+    # What is larger than all that may be used is not the best fit for any of it.
+    usable = sum(chunk for _, chunk in others if chunk <= left)
+    area = min(block.bytes, left - usable) - end
     beyond = block.bytes - end - area
-    if area < left // 2:
+    if area < LEAST_AREA * left:
         return None
     if beyond < _SMALLEST_CLAIM:  # not worth a wall, or there is no room for one
         area, beyond = area + beyond, 0
-    walls: list[tf.Tensor] = []
     slots = []
     for size in sizes:
         slots.append(_chunk(device, size)[0])
@@ -242,6 +244,33 @@ def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid | Non
     )
     _laid[device.name] = Laid(layout, block, walls)
     return _laid[device.name]
+
+
+def _into_hole(
+    device: Device, block: Block, others: list[tuple[tf.Tensor, int]], left: int
+) -> tuple[Block, list[tf.Tensor]]:
+    """The largest hole that variables have left instead of the block, if that holds more
+    of what may be used: of the block then a part is walled off for the rest.
+
+    Args:
+      device: whose allocator.
+      block: what is claimed.
+      others: the other free chunks, which are changed accordingly.
+      left: bytes that may be used.
+
+    Returns:
+      The block to divide, and the walls.
+    """
+    usable = [chunk for _, chunk in others if chunk <= left]
+    part = aligned(left - sum(usable))
+    if part >= left // 2 or left < sum(usable) or not is_split(block.bytes, part):
+        return block, []
+    at = max(range(len(others)), key=lambda index: others[index][1] * (others[index][1] <= left))
+    tensor, size = others.pop(at)
+    others.append(_chunk(device, part))
+    walls = [_chunk(device, ALIGNMENT)[0]]
+    others.append(_chunk(device, block.bytes - part - ALIGNMENT))
+    return Block(address(tensor), size), walls
 
 
 @contextmanager

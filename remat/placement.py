@@ -94,7 +94,7 @@ def place(requests: Requests, pool: Pool, ceiling: int, *, seed: int = 0) -> Pla
     arena = pool.arena()
     pool.batch(arena)
     pool.last_results(arena)
-    areas = _areas(arena, pool, requests, ceiling)
+    areas, beyond = _areas(arena, pool, requests, ceiling)
     walls = [(area.start + area.size, GRAIN) for area in areas[:-1]]
     capacity = areas[-1].start + areas[-1].size
     first, last = requests.lifetimes()
@@ -114,15 +114,15 @@ def place(requests: Requests, pool: Pool, ceiling: int, *, seed: int = 0) -> Pla
         area = next(area for area in reversed(areas) if area.start <= start)
         address = area.address + start - area.start
         cells[number] = _Cell(address, address + room, first[number], last[number])
-    assert pool.layout is not None
-    area = areas[-1]
-    beyond = range(area.address + area.chunk, _area_end(pool.layout) + pool.layout.beyond)
     fillers, astray = _Steering(requests, arena, areas, beyond, cells).run()
     return Placement(fillers, height, capacity, astray)
 
 
-def _areas(arena: Arena, pool: Pool, requests: Requests, ceiling: int) -> list[_Area]:
-    """What there is to place blocks in: large free chunks, then the layout's area."""
+def _areas(
+    arena: Arena, pool: Pool, requests: Requests, ceiling: int
+) -> tuple[list[_Area], list[range]]:
+    """What there is to place blocks in, large free chunks and then the layout's area;
+    and the addresses of what is not to be used."""
     layout = pool.layout
     assert layout is not None
     slots = layout.slot_addresses
@@ -140,6 +140,8 @@ def _areas(arena: Arena, pool: Pool, requests: Requests, ceiling: int) -> list[_
     # The area last: what is left of it stays in one piece.
     chunks += [chunk for chunk in arena.free_chunks() if chunk.address == slots.stop]
     left = ceiling - layout.in_use - layout.slots_end
+    beyond = [range(c.address, c.address + c.size) for c in chunks[:-1] if c.size > left]
+    chunks = [chunk for chunk in chunks if chunk.size <= left or chunk is chunks[-1]]
     areas: list[_Area] = []
     start = 0
     for chunk in chunks:
@@ -149,7 +151,8 @@ def _areas(arena: Arena, pool: Pool, requests: Requests, ceiling: int) -> list[_
             left -= size
         areas.append(_Area(start, chunk.address, max(0, size // GRAIN * GRAIN), chunk.size))
         start += areas[-1].size + GRAIN
-    return areas
+    beyond.append(range(chunk.address + chunk.size, end + layout.beyond))
+    return areas, beyond
 
 
 def _area_end(layout: Layout) -> int:
@@ -190,7 +193,7 @@ class _Steering:
         requests: Requests,
         arena: Arena,
         areas: Sequence[_Area],
-        beyond: range,
+        beyond: Sequence[range],
         cells: Mapping[int, _Cell],
     ) -> None:
         self.requests = requests
@@ -297,7 +300,7 @@ class _Steering:
     def _is_clear(self, number: int, chunk: Chunk) -> bool:
         """Whether a request's chunk is in nobody's way as long as it is held."""
         start, end = chunk.address, chunk.address + chunk.size
-        if start in self.beyond and number in self.placed:
+        if number in self.placed and any(start in unused for unused in self.beyond):
             return False
         for area in self.areas:
             within = start - area.address

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from .arena import GRAIN, Layout, OutOfMemoryError, Pool, aligned, slots_end
+from .arena import GRAIN, LEAST_AREA, Layout, OutOfMemoryError, Pool, aligned, slots_end
 from .calibrate import Corrections
 from .extract import Extraction, expand, extract
 from .memory import (
@@ -420,7 +420,7 @@ def _limited(pool: Pool, budget: int) -> Pool:
     hole = max(0, budget - unclaimed - in_use)
     block = max(unclaimed, hole)
     area = block - block // 64 - slots_end(pool.slots)  # something small may be in it
-    if area < (budget - in_use) // 2:
+    if area < LEAST_AREA * (budget - in_use):
         return replace(pool, limit=budget, layout=None, quiet=False)
     layout = Layout(in_use, (aligned(min(unclaimed, hole)),), pool.slots, area)
     # A hopeless budget is never divided, one that is enough will be.

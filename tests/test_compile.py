@@ -369,6 +369,23 @@ answer(named=named, measured=measured)
     assert found["measured"] <= found["named"][-1]
 
 
+# More than all that a budget leaves, and less.
+@pytest.mark.parametrize("mebibytes", [56, 70])
+def test_what_variables_leave_of_memory_is_not_in_the_way(mebibytes: int) -> None:
+    """The regions that they made the pool grow by are larger than they are."""
+    found = run(
+        dedent(_MODELS["batchnorm"])
+        + f"""
+kept = [tf.zeros([1 << 18]) for _ in range(36)]  # the last region is of 32 MiB
+step = remat.compile(model, loss, optimizer, *specs, budget={mebibytes} << 20)
+data = list(zip(batches(specs[0], 3), batches(specs[1], 3, seed=1)))
+answer(peak=peak_of(lambda: train(step, data)), plain=step.plain_peak)
+""",
+        COUNTED,
+    )
+    assert found["peak"] <= mebibytes << 20 < found["plain"]
+
+
 def test_another_backend_is_refused() -> None:
     pytest.importorskip("torch", reason="needs a second Keras backend")
     found = run(
