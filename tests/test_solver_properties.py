@@ -146,7 +146,7 @@ def test_exact_methods_agree_on_a_chain(budget: int) -> None:
     for solver in ("checkmate", "auto", "anneal"):
         result = run(graph, budget, solver)
         assert result.cost == (None if least == math.inf else least)
-    proof = solve(graph, budget, solver="auto", workers=2)
+    proof = solve(graph, budget, solver="auto", workers=2, time_limit=60)
     if proof.schedule is not None:
         assert proof.status is Status.OPTIMAL
         assert proof.gap is not None

@@ -44,6 +44,7 @@ def test_a_sweep_of_graph_files(graphs: Path, tmp_path: Path) -> None:
     store, table, plans = tmp_path / "s.sqlite", tmp_path / "s.csv", tmp_path / "plans"
     arguments = ["sweep", "--graphs", f"{graphs}/*.json", "--budgets", "60%", "3", "--store", store]
     arguments += ["--solvers", "moments", "openai:mode=speed", "--csv", table, "--plans", plans]
+    arguments += ["--time-limit", 60]  # until it is proven, however busy the machine is
     printed = remat(*arguments).stdout
     assert printed.startswith("12 jobs:")
     assert "4 failed" in printed
@@ -77,7 +78,7 @@ def test_a_sweep_of_graph_files(graphs: Path, tmp_path: Path) -> None:
 def test_a_job_that_takes_too_much_is_a_row_that_says_so(graphs: Path, tmp_path: Path) -> None:
     store = tmp_path / "s.sqlite"
     arguments = ["sweep", "--graphs", graphs / "chain6.json", "--budgets", "60%", "--store", store]
-    arguments += ["--solvers", "moments"]
+    arguments += ["--solvers", "moments", "--time-limit", 60]
     remat(*arguments, "--memory", "1MiB")
     (row,) = rows(store)
     assert row.status == "failed"
@@ -199,7 +200,8 @@ def test_nothing_is_lost_on_a_cluster_whose_worker_and_sweep_are_killed(tmp_path
 def test_a_cluster_on_this_machine(graphs: Path, tmp_path: Path) -> None:
     store = tmp_path / "s.sqlite"
     remat("sweep", "--graphs", f"{graphs}/*.json", "--budgets", "60%", "--solvers", "moments",
-          "--scheduler", "local", "--workers", 1, "--store", store)  # fmt: skip
+          "--time-limit", 60, "--scheduler", "local", "--workers", 1,
+          "--store", store)  # fmt: skip
     assert [row.status for row in rows(store)] == ["optimal", "optimal"]
 
 
