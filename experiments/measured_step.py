@@ -268,6 +268,11 @@ def _behaviour(
                 "exact_recomputations": "recomputations",
             },
         )
+        if values.get("exact_recomputations") == 0:
+            problems.append(
+                f"compared bit for bit: within {values['exact_budget'] / _MIB:.0f} MiB, where "
+                "nothing is recomputed"
+            )
     return {**values, "message": "; ".join(problems)}
 
 
