@@ -129,19 +129,20 @@ def _areas(
     end = _area_end(layout)
     # The slots for this step's results are for nothing else.
     results = [arena.allocate(requests.sizes[number]) for number in requests.kept]
-    chunks = [
-        chunk
-        for chunk in arena.free_chunks()
-        if chunk.size >= _SMALLEST_HOLE
-        and (chunk.address < slots.stop or chunk.address >= end + layout.beyond)
-    ]
+    left = ceiling - layout.in_use - layout.slots_end
+    chunks: list[Chunk] = []
+    beyond: list[range] = []
+    for chunk in arena.free_chunks():
+        if chunk.size < _SMALLEST_HOLE or slots.stop <= chunk.address < end + layout.beyond:
+            continue
+        if chunk.size > left and chunk.address not in slots:  # see ``lay_out``
+            beyond.append(range(chunk.address, chunk.address + chunk.size))
+        else:
+            chunks.append(chunk)
     for chunk in results:
         arena.free(chunk)
     # The area last: what is left of it stays in one piece.
     chunks += [chunk for chunk in arena.free_chunks() if chunk.address == slots.stop]
-    left = ceiling - layout.in_use - layout.slots_end
-    beyond = [range(c.address, c.address + c.size) for c in chunks[:-1] if c.size > left]
-    chunks = [chunk for chunk in chunks if chunk.size <= left or chunk is chunks[-1]]
     areas: list[_Area] = []
     start = 0
     for chunk in chunks:
