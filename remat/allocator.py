@@ -179,7 +179,8 @@ def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid | Non
       budget: bytes, everything included.
 
     Returns:
-      The layout; None if it would leave too little of the budget in one piece.
+      The layout; None if it would leave too little of the budget in one piece
+      (``LEAST_AREA``).
     """
     # Something small may have been left in it since it was claimed.
     tensor, size = _chunk(device, block.bytes - block.bytes // 64)
@@ -212,9 +213,7 @@ def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid | Non
     end = slots_end(sizes)
     left = budget - in_use
     block, walls = _into_hole(device, block, others, left)
-    # What is larger than all that may be used is not the best fit for any of it.
-    usable = sum(chunk for _, chunk in others if chunk <= left)
-    area = min(block.bytes, left - usable) - end
+    area = min(block.bytes, left - sum(_usable(others, left))) - end
     beyond = block.bytes - end - area
     if area < LEAST_AREA * left:
         return None
@@ -261,16 +260,21 @@ def _into_hole(
     Returns:
       The block to divide, and the walls.
     """
-    usable = [chunk for _, chunk in others if chunk <= left]
+    usable = _usable(others, left)
     part = aligned(left - sum(usable))
     if part >= left // 2 or left < sum(usable) or not is_split(block.bytes, part):
         return block, []
-    at = max(range(len(others)), key=lambda index: others[index][1] * (others[index][1] <= left))
-    tensor, size = others.pop(at)
+    tensor, size = others.pop([chunk for _, chunk in others].index(max(usable)))
     others.append(_chunk(device, part))
     walls = [_chunk(device, ALIGNMENT)[0]]
     others.append(_chunk(device, block.bytes - part - ALIGNMENT))
     return Block(address(tensor), size), walls
+
+
+def _usable(others: Iterable[tuple[tf.Tensor, int]], left: int) -> list[int]:
+    """Sizes of the free chunks to be used: what is larger than all that may be used is not
+    the best fit for any of it."""
+    return [chunk for _, chunk in others if chunk <= left]
 
 
 @contextmanager

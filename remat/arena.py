@@ -23,7 +23,8 @@ _ENDLESS = 1 << 50  # bytes
 _FIRST_REGION = 2 << 20  # bytes; regions then double
 _SMALL_VALUES = 1 << 19  # bytes for what no prediction sees
 
-LEAST_AREA = 3 / 8  # of what a budget leaves, for a pool to be divided
+LEAST_AREA = 3 / 8
+"""Of what a budget leaves: a pool with less than that in one piece is not divided."""
 
 GRAIN = 1 << 14
 """Bytes: what is smaller finds room anywhere, and is not placed."""

@@ -26,7 +26,7 @@ from typing import Literal
 
 import numpy as np
 
-from .arena import GRAIN, Arena, Chunk, Layout, OutOfMemoryError, Pool, aligned, is_split
+from .arena import GRAIN, Arena, Chunk, OutOfMemoryError, Pool, aligned, is_split
 from .memory import Filler, Fillers, Requests
 from .packing import Blocks, pack
 
@@ -126,16 +126,16 @@ def _areas(
     layout = pool.layout
     assert layout is not None
     slots = layout.slot_addresses
-    end = _area_end(layout)
+    end = slots.stop + layout.area + layout.beyond
     # The slots for this step's results are for nothing else.
     results = [arena.allocate(requests.sizes[number]) for number in requests.kept]
     left = ceiling - layout.in_use - layout.slots_end
     chunks: list[Chunk] = []
     beyond: list[range] = []
     for chunk in arena.free_chunks():
-        if chunk.size < _SMALLEST_HOLE or slots.stop <= chunk.address < end + layout.beyond:
+        if chunk.size < _SMALLEST_HOLE or slots.stop <= chunk.address < end:
             continue
-        if chunk.size > left and chunk.address not in slots:  # see ``lay_out``
+        if chunk.size > left and chunk.address not in slots:  # never the best fit
             beyond.append(range(chunk.address, chunk.address + chunk.size))
         else:
             chunks.append(chunk)
@@ -152,13 +152,8 @@ def _areas(
             left -= size
         areas.append(_Area(start, chunk.address, max(0, size // GRAIN * GRAIN), chunk.size))
         start += areas[-1].size + GRAIN
-    beyond.append(range(chunk.address + chunk.size, end + layout.beyond))
+    beyond.append(range(areas[-1].address + areas[-1].chunk, end))
     return areas, beyond
-
-
-def _area_end(layout: Layout) -> int:
-    """The address where a layout's area ends, and what must not be used begins."""
-    return layout.slot_addresses.stop + layout.area
 
 
 def _rooms(requests: Requests) -> dict[int, int]:

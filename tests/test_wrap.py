@@ -438,10 +438,13 @@ wrapped = remat.wrap(model, budget="70%")
 wrapped.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 wrapped.fit(x, y, batch_size=64, verbose=0)
 peak = peak_of(lambda: wrapped.fit(x, y, batch_size=64, epochs=3, verbose=0))
-answer(peak=peak, budget=wrapped.remat.steps[0].budget)
+answer(peak=peak, budget=wrapped.remat.steps[0].budget,
+       plan=wrapped.remat.plan.peak, data=x.nbytes)
 """,
         COUNTED,
     )
+    # What is asked for beside the step: the data, once more at most, and little else.
+    assert found["peak"] <= found["plan"] + found["data"] + (1 << 18)
     assert found["peak"] <= found["budget"]
 
 
