@@ -126,12 +126,13 @@ def _measure(folder: Path, network: str, shares: Sequence[float], path: Path) ->
             raise RuntimeError(f"{network}, {task.kind}: {found['message']}")
         return found
 
-    plain = result(Task("plain", network))
+    whole = Task("plain", network, steps=_STEPS)
+    plain = result(whole)
     graph = Graph.from_json(result(Task("graph", network))["graph"])
     save_graph(graph, path)
     points = []
     for share in shares:
-        task = runner.budgeted(network, share * plain["peak"], _STEPS)
+        task = runner.budgeted(whole, share * plain["peak"])
         assert task.budget is not None
         found = result(task)
         point = Measured(graph.name, task.budget, found["status"])

@@ -170,10 +170,8 @@ def _row(runner: Runner, asked: argparse.Namespace, model: str, budget_text: str
         "size": CASES[model].size,
         "budget_text": budget_text,
     }
-    plain = [
-        runner.result(Task("plain", model, steps=asked.steps, repeat=number))
-        for number in range(asked.repeats)
-    ]
+    whole = Task("plain", model, steps=asked.steps)
+    plain = [runner.result(replace(whole, repeat=number)) for number in range(asked.repeats)]
     broken = [result for result in plain if result["status"] != "done"]
     if broken:
         return Row(**values, message=f"plain step: {broken[0]['message']}")
@@ -188,10 +186,10 @@ def _row(runner: Runner, asked: argparse.Namespace, model: str, budget_text: str
         if hopeless["status"] != "infeasible":
             return Row(**values, message=f"least budget: {hopeless['message']}")
         # Whole MiB, and not less.
-        least = runner.budgeted(model, hopeless["least_budget"] + _MIB - 1, asked.steps)
+        least = runner.budgeted(whole, hopeless["least_budget"] + _MIB - 1)
         task, found = runner.within(least, peak)
     else:
-        task = runner.budgeted(model, float(budget_text) * peak, asked.steps)
+        task = runner.budgeted(whole, float(budget_text) * peak)
         found = runner.result(task)
     assert task.budget is not None
     values |= {"budget": task.budget, "budget_share": task.budget / peak}

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .networks import NETWORKS
+
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
@@ -100,6 +102,19 @@ def _application(name: str) -> Callable[[Case], keras.Model]:
             classes=case.classes,
             classifier_activation=None,
         )
+
+    return build
+
+
+def _published(name: str) -> Callable[[Case], keras.Model]:
+    """A network of the papers, with a last layer for the case's classes."""
+
+    def build(case: Case) -> keras.Model:
+        import keras
+
+        whole = NETWORKS[name].model()
+        logits = keras.layers.Dense(case.classes)(whole.layers[-1].input)
+        return keras.Model(whole.input, logits, name=whole.name)
 
     return build
 
@@ -275,6 +290,11 @@ def _walks(case: Case, generator: np.random.Generator) -> Batch:
     return tokens[:, :-1], tokens[:, 1:]
 
 
+def published_case(network: str) -> str:
+    """The name of the case that is a network of the papers at its published size."""
+    return f"{network}-{NETWORKS[network].image[0]}"
+
+
 CASES = {
     case.name: case
     for case in (
@@ -299,6 +319,12 @@ CASES = {
         # For the time that compiling takes.
         _image_case("ResNet152", 32, 128),
         _image_case("NASNetMobile", 8, 224),
+        # With the images that they were published for.
+        *(
+            _image_case(published_case(network.name), 8, network.image[0], _published(network.name))
+            for network in NETWORKS.values()
+            if network.image[0] == network.image[1]
+        ),
     )
 }
 """Networks by name."""

@@ -140,12 +140,12 @@ class _Cases:
     def row(self, model: str, share: float) -> Row:
         """Everything about one network within one budget."""
         row = Row(model, CASES[model].size, share)
-        plain = self.runner.result(Task("plain", model, steps=self.steps))
+        whole = Task("plain", model, steps=self.steps)
+        plain = self.runner.result(whole)
         if plain["status"] != "done":
             return replace(row, message=f"plain step: {plain['message']}")
         peak = plain["peak"]
-        task = self.runner.budgeted(model, share * peak, self.steps)
-        task, first = self.runner.within(task, peak)
+        task, first = self.runner.within(self.runner.budgeted(whole, share * peak), peak)
         assert task.budget is not None
         row = replace(
             row,

@@ -92,12 +92,16 @@ class Runner:
             write_json({**found, "task": asdict(task), "date": date}, file)
         return json.loads(file.read_text(encoding="utf-8"))
 
-    def budgeted(self, model: str, budget: float, steps: int) -> Task:
-        """To train within a budget (bytes; of it whole MiB), as hard limit, and save the plan."""
+    def budgeted(self, plain: Task, budget: float) -> Task:
+        """To train as plainly, but within a budget, as hard limit, and save the plan.
+
+        Args:
+          plain: the model, its batch and the steps.
+          budget: bytes; of it whole MiB.
+        """
         mebibytes = int(budget / _MIB)
-        budget = mebibytes * _MIB
-        plan = self._plan(model, budget)
-        return Task("budgeted", model, steps=steps, budget=budget, limit_mib=mebibytes, plan=plan)
+        task = replace(plain, kind="budgeted", budget=mebibytes * _MIB, limit_mib=mebibytes)
+        return replace(task, plan=self._plan(task))
 
     def within(self, task: Task, ceiling: int) -> tuple[Task, dict[str, Any]]:
         """The result within the task's budget, or the least found to work above it.
@@ -117,17 +121,17 @@ class Runner:
                 break
             budget = max(int(task.budget * _STEP), min(found["least_budget"], ceiling))
             budget = -(-budget // _MIB) * _MIB
-            task = replace(
-                task,
-                budget=budget,
-                limit_mib=None if task.limit_mib is None else budget // _MIB,
-                plan=None if task.plan is None else self._plan(task.model, budget),
-            )
+            limit = None if task.limit_mib is None else budget // _MIB
+            task = replace(task, budget=budget, limit_mib=limit)
+            task = replace(task, plan=None if task.plan is None else self._plan(task))
             found = self.result(task)
         return task, found
 
-    def _plan(self, model: str, budget: int) -> str:
-        return str((self.folder / "plans" / f"{model}-{budget // _MIB}MiB.json").resolve())
+    def _plan(self, task: Task) -> str:
+        assert task.budget is not None
+        batch = "" if task.batch is None else f"-{task.batch}"
+        name = f"{task.model}{batch}-{task.budget // _MIB}MiB.json"
+        return str((self.folder / "plans" / name).resolve())
 
 
 def run(

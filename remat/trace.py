@@ -9,6 +9,7 @@ made of the very operations that the plain ``tf.function`` would have run.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -16,12 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2, node_def_pb2, types_pb2
+from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2, types_pb2
 from tensorflow.core.protobuf import config_pb2, meta_graph_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.framework import function_def_to_graph, kernels
 from tensorflow.python.grappler import tf_optimizer
 
+from . import loops
 from .allocator import UNWRITTEN
 from .executor import ONE_BY_ONE, execution_order
 
@@ -138,21 +140,43 @@ def _imported(graph_def: graph_pb2.GraphDef) -> tf.Graph:
             tf.graph_util.import_graph_def(graph_def, name="")
         found = False
         for operation in graph.get_operations():
-            if operation.type not in _CALLS or _static(operation.outputs):
+            if _static(operation.outputs):
                 continue
-            if not _static(operation.inputs):
-                continue
-            body = function_def_to_graph.function_def_to_graph(
-                library[operation.get_attr("f").name],
-                input_shapes=[tensor.shape for tensor in operation.inputs],
-            )
-            if _static(body.outputs):
+            results = _results(operation, library)
+            if results and all(shape.is_fully_defined() for shape in results):
                 shapes = nodes[operation.name].attr[_SHAPES].list.shape
                 del shapes[:]
-                shapes.extend(tensor.shape.as_proto() for tensor in body.outputs)
+                shapes.extend(shape.as_proto() for shape in results)
                 found = True
         if not found:
             return graph
+
+
+def _results(
+    operation: tf.Operation, library: Mapping[str, function_pb2.FunctionDef]
+) -> list[tf.TensorShape]:
+    """Shapes of an operation's results, if those are what a function says."""
+    if operation.type in _CALLS and _static(operation.inputs):
+        return [tensor.shape for tensor in _body(operation, "f", library).outputs]
+    if operation.type == "TensorListStack" and operation.inputs[0].op.type in loops.LOOPS:
+        loop = operation.inputs[0].op
+        if _static(loop.inputs):
+            last = _body(loop, "body", library).outputs[operation.inputs[0].value_index]
+            while last.op.type == "Identity":
+                last = last.op.inputs[0]
+            if last.op.type == "TensorListSetItem":
+                return [operation.outputs[0].shape[:1].concatenate(last.op.inputs[2].shape)]
+    return []
+
+
+def _body(
+    operation: tf.Operation, attribute: str, library: Mapping[str, function_pb2.FunctionDef]
+) -> tf.Graph:
+    """The function that an operation calls, with the shapes with which it does."""
+    return function_def_to_graph.function_def_to_graph(
+        library[operation.get_attr(attribute).name],
+        input_shapes=[tensor.shape for tensor in operation.inputs],
+    )
 
 
 def _static(tensors: Sequence[tf.Tensor]) -> bool:
@@ -267,7 +291,7 @@ def _bypass_loops(graph_def: graph_pb2.GraphDef) -> None:
     handles = {
         f"{node.name}:{number}": node.input[number]
         for node in graph_def.node
-        if node.op in ("While", "StatelessWhile")
+        if node.op in loops.LOOPS
         for number, kind in enumerate(node.attr["T"].list.type)
         if kind == types_pb2.DT_RESOURCE
     }
@@ -303,10 +327,6 @@ def _grappler(graph_def: graph_pb2.GraphDef, keep: Sequence[str]) -> graph_pb2.G
     """Runs Grappler with the settings in force, keeping the named nodes."""
     config = config_pb2.ConfigProto()
     config.CopyFrom(context.context().config)
-    # Conditionals and loops stay whole: in pieces (switches and merges, which
-    # the runtime makes of them later) they could not be scheduled.  Grappler
-    # breaks them up unless this executor runs them; the name does nothing else.
-    config.experimental.executor_type = ONE_BY_ONE
     if config.graph_options.rewrite_options.disable_meta_optimizer:
         return graph_def
     meta_graph = meta_graph_pb2.MetaGraphDef()
@@ -321,7 +341,17 @@ def _grappler(graph_def: graph_pb2.GraphDef, keep: Sequence[str]) -> graph_pb2.G
         # runtime has placed every node by the time Grappler runs.
         if not node.device:
             node.device = device if _runs_on(node.op, device) else default
-    optimised = tf_optimizer.OptimizeGraph(config, meta_graph)
+    optimised = None
+    if loops.keep_shapes(graph_def):
+        # In pieces (switches and merges) loops and conditionals could not be scheduled.
+        loops.hold_conditionals(meta_graph.graph_def)
+        with contextlib.suppress(loops.UnknownLoopError):
+            optimised = loops.make_whole(tf_optimizer.OptimizeGraph(config, meta_graph))
+    if optimised is None:
+        # For this executor Grappler breaks no loop up; the name does nothing else.
+        config.experimental.executor_type = ONE_BY_ONE
+        optimised = tf_optimizer.OptimizeGraph(config, meta_graph)
+    loops.release_conditionals(optimised)
     for node in optimised.node:
         node.device = asked.get(node.name, "")
     return _restore_sums(optimised)
