@@ -116,6 +116,11 @@ class Row:
     most_saved: float
     seconds: float
 
+    @property
+    def impossible(self) -> bool:
+        """Whether their memory is proven to be too little."""
+        return self.published_saved > self.most_saved
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the experiment."""
@@ -193,16 +198,16 @@ def _solved(job: Job, graph: Graph, plain: int, saved: float, folder: Path) -> P
 
 
 def _line(row: Row) -> dict[str, Any]:
-    ours: str | None = None
+    ours, bound = None, f"{row.bound:.2f}"
     if row.at_their_memory is not None:
         ours = f"{row.at_their_memory:.2f}"
-    elif row.published_saved > row.most_saved:
-        ours = "proven impossible"
+    elif row.impossible:
+        ours, bound = "proven impossible", "-"
     return {
         "network": f"{row.network} ({row.nodes} nodes)",
         "theirs: memory -%, time +%": f"{row.published_saved:.0f}, {row.published_overhead:.0f}",
         "time +% at their memory": ours,
-        "proven least": f"{row.bound:.2f}",
+        "proven least": bound,
         "memory -% at their time": f"{row.at_their_time:.0f}",
         "best point": f"{row.best_saved:.0f}, {row.best_overhead:.1f}",
         "memory -% at the floor": f"{row.most_saved:.0f}",
@@ -217,7 +222,7 @@ def _plot(rows: Sequence[Row], path: Path) -> None:
     series: dict[str, list[float | None]] = {
         "Feng & Huang, published": [row.published_overhead for row in rows],
         "remat at their memory": [row.at_their_memory for row in rows],
-        "proven least": [row.bound for row in rows],
+        "proven least": [None if row.impossible else row.bound for row in rows],
     }
     for (name, values), look in zip(series.items(), styles(series).values(), strict=True):
         shown = [(i, value) for i, value in enumerate(values) if value is not None]

@@ -385,3 +385,15 @@ def _nvidia_memory() -> int:
 def _gpu_grows() -> bool:
     gpu = tf.config.list_physical_devices("GPU")[0]
     return bool(tf.config.experimental.get_memory_growth(gpu))
+
+
+def overwrite(handle: tf.Tensor, value: tf.Tensor) -> None:
+    """Writes a value into a variable's own buffer, so that the pool stays as it was."""
+    if value.shape.rank == 0:
+        tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+        return
+    tf.raw_ops.ResourceStridedSliceAssign(
+        ref=handle, begin=[0], end=[0], strides=[1], value=value, ellipsis_mask=1
+    )
+    # Assigning to a slice makes every later read a copy; go back to sharing.
+    tf.raw_ops.DisableCopyOnRead(resource=handle)

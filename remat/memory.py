@@ -246,7 +246,7 @@ def requests(program: Program, events: Sequence[Event], workspace: Mapping[int, 
             outputs = [_Buffer(0, resident=True) for _ in op.bytes]
         elif op.kind is Kind.ALIAS:
             source, number = event.inputs[0]
-            outputs = [buffers[source][number]]
+            outputs = [buffers[source][number] for _ in op.bytes]
         else:
             extra, first = workspace.get(event.op, 0), op.type in SCRATCH_FIRST
             scratch = take(extra) if first else []

@@ -20,7 +20,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
+
+from . import allocator
 
 
 class PingPong:
@@ -61,7 +65,9 @@ class PingPong:
             return
         self._waiting[self.part] = self._read()
         for variable, value in zip(self._variables, self._waiting[part], strict=True):
-            variable.assign(value)
+            own = variable.value if isinstance(variable, keras.Variable) else variable
+            # Where plans expect it: an assignment would move the variable to the value's memory.
+            allocator.overwrite(own.handle, tf.constant(value, own.dtype))
         self.part = part
 
     def values(self, part: int) -> list[np.ndarray]:

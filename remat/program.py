@@ -307,6 +307,10 @@ KEPT_SCRATCH = {"MaxPool": "MaxPoolGrad", "MaxPool3D": "MaxPool3DGrad"}
 # One large output from small inputs, at the price of writing it.
 BROADCASTS = frozenset(["Tile", "BroadcastTo", "Fill"])
 
+# What takes parts of its first input, and the bytes at whose multiples Eigen wants values.
+_SLICES = frozenset(["Unpack", "SplitV", "Slice", "StridedSlice"])
+_ALIGNED = 64
+
 # What makes a list, and which of its inputs is the length (-1 if that is open).
 _LISTS = {"TensorListReserve": 1, "EmptyTensorList": 1}
 # What puts something into one, and which of its inputs that is.
@@ -483,7 +487,7 @@ def _kind(operation: tf.Operation, arguments: set[str]) -> Kind:
         or any(tensor.dtype in (tf.resource, tf.variant) for tensor in tensors)
     ):
         return Kind.ONCE
-    if operation.type in _ALIASES:
+    if operation.type in _ALIASES or _is_view(operation):
         return Kind.ALIAS
     return Kind.PURE
 
@@ -517,6 +521,22 @@ def _forwards(operation: tf.Operation, kind: Kind) -> tuple[int, ...]:
         if operation.inputs[index].shape == output.shape
         and operation.inputs[index].dtype == output.dtype
     )
+
+
+def _is_view(operation: tf.Operation) -> bool:
+    """Whether an operation gives whole rows of its first input, in that one's buffer.
+
+    Kernels do so where every row begins at an aligned address (``IsInnerDimsSizeAligned``
+    in tensorflow/core/kernels/ops_util.h).
+    """
+    if operation.type not in _SLICES or not operation.outputs:
+        return False
+    whole, part = operation.inputs[0].shape, operation.outputs[0].shape
+    if not whole.is_fully_defined() or not part.is_fully_defined() or whole.rank < 2:
+        return False
+    rows = part if part.rank < whole.rank else part[1:]
+    row_bytes = math.prod(whole[1:]) * operation.inputs[0].dtype.size
+    return whole[1:] == rows and row_bytes % _ALIGNED == 0
 
 
 def _stacks(

@@ -636,16 +636,4 @@ def _variables_put_back(program: Program) -> Iterator[None]:
         yield
     finally:
         for (handle, spec), value in zip(handles, saved, strict=True):
-            _put_back(handle, tf.constant(value, spec.dtype))
-
-
-def _put_back(handle: tf.Tensor, value: tf.Tensor) -> None:
-    """Writes into the variable's own buffer, so that the pool stays as it was."""
-    if value.shape.rank == 0:
-        tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-        return
-    tf.raw_ops.ResourceStridedSliceAssign(
-        ref=handle, begin=[0], end=[0], strides=[1], value=value, ellipsis_mask=1
-    )
-    # Assigning to a slice makes every later read a copy; go back to sharing.
-    tf.raw_ops.DisableCopyOnRead(resource=handle)
+            allocator.overwrite(handle, tf.constant(value, spec.dtype))

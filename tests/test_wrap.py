@@ -147,6 +147,44 @@ answer(
     assert found["still"]
 
 
+
+def test_loops_and_dilation_in_partial_batches() -> None:
+    found = run(
+        _PRELUDE
+        + """
+def sequences():
+    keras.utils.set_random_seed(1)
+    return keras.Sequential([
+        keras.Input((16, 16, 3)),
+        keras.layers.Conv2D(8, 3, dilation_rate=2, activation="tanh"),
+        keras.layers.Reshape((12, 96)),
+        keras.layers.Bidirectional(
+            keras.layers.LSTM(16, return_sequences=True, recurrent_dropout=0.1)
+        ),
+        keras.layers.Conv1D(16, 3, dilation_rate=2),
+        keras.layers.GRU(16),
+        keras.layers.Dense(3),
+    ])
+
+def train(model):
+    model.compile(keras.optimizers.Adam(1e-2), crossentropy)
+    keras.utils.set_random_seed(2)
+    history = model.fit(x, y, batch_size=32, epochs=2, verbose=0)
+    return [np.array(history.history["loss"]), *variables(model)]
+
+theirs = train(sequences())
+wrapped = remat.wrap(sequences(), budget="4MB", **CHEAP)
+ours = train(wrapped)
+answer(same=same(ours, theirs), count=len(ours),
+       batches=[step.signature[0].shape[0] for step in wrapped.remat.steps])
+""",
+        _UNCOUNTED,
+    )
+    assert found["same"]
+    assert found["count"] > 30
+    assert found["batches"] == [32, 16]
+
+
 def test_no_plan_is_stale() -> None:
     found = run(
         _PRELUDE
