@@ -31,17 +31,22 @@ test: $(VENV)/installed-test
 	$(RUN) -m pytest $(WORKERS) $(WITHOUT_TENSORFLOW)
 	$(RUN) -m pytest $(WORKERS) $(WITHOUT_TENSORFLOW:%=--ignore=%)
 
-experiments: $(VENV)/installed
+experiments: $(VENV)/installed-test
 	$(RUN) -m experiments.measured_step --models UNet --budgets 0.5 --repeats 1
 	$(RUN) -m experiments.solver_quality --scale --sizes 100 300 1000
+	$(RUN) -m experiments.solver_quality --scale --sizes 30 60 --solvers checkmate checkmate:backend=highs lp_rounding moccasin anneal auto --time-limit 5 --out out/solve_times
+	$(RUN) -m experiments.solver_quality --ratios layers:VGG16:64 layers:MobileNet:64 --budgets 80% 60% --time-limit 2 --out out/ratios
 	$(RUN) -m experiments.solver_quality training-100 segnet-8 --budgets 80% 50% --solvers auto chen_greedy --seeds 1
 	$(RUN) -m experiments.budget_sweep layers:U-Net:32 --solvers auto chen_greedy chen_sqrt griewank feng_huang --time-limit 2
 	$(RUN) -m experiments.largest_batch --accountings layers --networks U-Net SegNet VGG19 --time-limit 4
 	$(RUN) -m experiments.largest_batch --accountings step --networks MobileNet --time-limit 4 --out out/largest_batch_step
 	$(RUN) -m experiments.optimal_gradient_search --networks VGG16 ResNet50 DenseNet121 --time-limit 2
+	$(RUN) -m experiments.optimal_gradient_search_measured --networks ResNet18 --batch 4
 	$(RUN) -m experiments.schedule_pictures
 	$(RUN) -m experiments.eager_recompute --shares 0.35
 	$(RUN) -m experiments.autoencoder --model-only
+	$(RUN) -m experiments.largest_batch_measured --models SmallUNet --limit 64 --accuracy 0.3
+	$(RUN) -m experiments.sweep_kills --jobs 40
 	$(RUN) -m experiments.predictions --models SmallUNet --shares 0.5 --runs 1
 	$(RUN) -m experiments.floors --models UNet Transformer
 

@@ -206,8 +206,10 @@ def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid | Non
         except tf.errors.ResourceExhaustedError:
             pass  # several holes: they are used, and not counted on
         else:
-            others.append(_chunk(device, block.bytes))
-            block = Block(address(tensor), chunk)
+            hole = Block(address(tensor), chunk)
+            if not hole.address <= block.address < hole.address + hole.bytes:
+                others.append(_chunk(device, block.bytes))  # else it was all in one piece
+            block = hole
             del tensor
     sizes = pool.slots
     end = slots_end(sizes)

@@ -293,7 +293,7 @@ def check_measurable(signature: OpSignature) -> None:
         raise UnmeasurableError("makes a handle")
     holds_variable = any(tensor.dtype == "resource" for tensor in signature.inputs)
     draws = re.search("Random|Normal|Multinomial", signature.op)
-    if signature.op == "ResourceStridedSliceAssign":
+    if signature.op in ("ResourceScatterUpdate", "ResourceStridedSliceAssign"):
         # Each part of a large variable would be measured on a variable of its own.
         raise UnmeasurableError("moves a part of a variable, which the bandwidth prices")
     if op_def.is_stateful and not holds_variable and not draws:

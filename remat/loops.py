@@ -46,8 +46,14 @@ def keep_shapes(graph_def: graph_pb2.GraphDef) -> bool:
             types = node.attr["T"].list.type
             for slot, after in enumerate(node.attr["output_shapes"].list.shape):
                 name, number = _parted(node.input[slot])
-                before = nodes[name].attr[_SHAPES].list.shape
-                if types[slot] != types_pb2.DT_RESOURCE and before[number] != after:
+                if types[slot] == types_pb2.DT_RESOURCE:
+                    continue
+                source = nodes[name]
+                if _SHAPES in source.attr:
+                    before = source.attr[_SHAPES].list.shape[number]
+                else:  # an argument
+                    before = source.attr["shape"].shape
+                if before != after:
                     return False
     # Of loops in functions it is not known with which shapes they are entered.
     return all(

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
+import tensorflow as tf
 from tensorflow.core.framework import node_def_pb2, types_pb2
 
 from .program import ELEMENTWISE, Kind, Op, Program, Tensor, constant_node, constant_op
@@ -159,8 +160,8 @@ class _Splitter:
         self.nodes.append(named)
         return len(self.ops) - 1
 
-    def add_constant(self, name: str, values: Sequence[int]) -> Tensor:
-        """Adds a vector of integers."""
+    def add_constant(self, name: str, values: int | Sequence[int]) -> Tensor:
+        """Adds an integer, or a vector of integers."""
         array = np.array(values, np.int32)
         return self.add(constant_op(array, name), constant_node(name, array)), 0
 
@@ -212,7 +213,7 @@ class _Block:
         self.assignment = self.program.ops[update.assignment]
         self.variable = self.assignment.inputs[0][0]
         self.suffix = f"rows_{number}"
-        self.count = rows[1] - rows[0]
+        self.first, self.count = rows[0], rows[1] - rows[0]
         self.before = before
         name = f"{self.assignment.name}/{self.suffix}"
         self.bounds = (
@@ -245,12 +246,38 @@ class _Block:
                 forwards=(0, 1),
             )
             value = self._add(like, node, (self._old_value(), value))
-        node = node_def_pb2.NodeDef(op="ResourceStridedSliceAssign")
-        node.attr["T"].type, node.attr["Index"].type = dtype, types_pb2.DT_INT32
-        written = self._effect("write", node, (variable, *self.bounds, value), self.before)
-        # Writing a slice makes every later read of the variable a copy, until this.
+        # Assigning to a slice would write the same, many times slower.
+        node = node_def_pb2.NodeDef(op="ResourceScatterUpdate")
+        node.attr["dtype"].type, node.attr["Tindices"].type = dtype, types_pb2.DT_INT32
+        written = self._effect("write", node, (variable, self._rows(), value), self.before)
+        # Writing rows makes every later read of the variable a copy, until this.
         node = node_def_pb2.NodeDef(op="DisableCopyOnRead")
         return self._effect("share", node, (variable,), (written,))
+
+    def _rows(self) -> Tensor:
+        """The numbers of these rows."""
+        node = node_def_pb2.NodeDef(op="Range")
+        node.attr["Tidx"].type = types_pb2.DT_INT32
+        name = f"{self.assignment.name}/{self.suffix}/range"
+        ends = [
+            self.splitter.add_constant(f"{name}/{end}", value)
+            for end, value in (
+                ("start", self.first),
+                ("limit", self.first + self.count),
+                ("delta", 1),
+            )
+        ]
+        op = Op(
+            name=name,
+            type="Range",
+            kind=Kind.PURE,
+            inputs=tuple(ends),
+            controls=(),
+            bytes=(4 * self.count,),
+            shapes=((self.count,),),
+            dtypes=(tf.int32,),
+        )
+        return self.splitter.add(op, node), 0
 
     def _input(self, source: int, number: int) -> Tensor:
         """These rows of what an operation reads; all of a scalar."""

@@ -48,6 +48,19 @@ def test_parts_train_as_if_alone() -> None:
     assert any((mine != first).any() for mine, first in zip(parts.values(1), start, strict=True))
 
 
+def test_variables_stay_where_plans_expect_them() -> None:
+    def addresses() -> list[int]:
+        return [variable.numpy().__array_interface__["data"][0] for variable in large]
+
+    variables, step = trainer()
+    large = [variable for variable in variables if variable.shape.rank]
+    parts = remat.PingPong(variables)
+    step(BATCHES[0])
+    before = addresses()
+    parts.switch(1)
+    assert addresses() == before
+
+
 def test_what_cannot_be_switched_is_refused() -> None:
     variables, _ = trainer()
     with pytest.raises(ValueError, match="no variables"):

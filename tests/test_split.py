@@ -43,7 +43,7 @@ for name, make in OPTIMIZERS.items():
     plain = tf.function(one_step_of(model, loss, optimizer), jit_compile=False)
     train(plain, [tf.nest.map_structure(tf.constant, batch) for batch in data])
     results[name] = dict(
-        blocks=sum(op.type == "ResourceStridedSliceAssign" for op in ops),
+        blocks=sum(op.type == "ResourceScatterUpdate" for op in ops),
         same=same(ours, state(model, optimizer)),
         filled=step.measured_peak / step.budget,
     )

@@ -147,7 +147,6 @@ answer(
     assert found["still"]
 
 
-
 def test_loops_and_dilation_in_partial_batches() -> None:
     found = run(
         _PRELUDE
