@@ -144,9 +144,12 @@ def _plot(rows: Sequence[Row], network: str, path: Path) -> None:
     names = [row.way.partition(",")[0] if row.budget else row.way for row in rows]
     for name, look in styles(dict.fromkeys(names)).items():
         own = [row for own, row in zip(names, rows, strict=True) if own == name and row.peak]
+        if not own:  # it failed
+            continue
         look |= {"linestyle": "-" if name == "remat" else "", "markersize": 8}
         axes.plot([(row.peak or 0) / _MIB for row in own], [row.slower or 0 for row in own], **look)
     axes.axhline(1.35, color="0.5", linestyle=":", linewidth=1, label="1.35 x the plain time")
+    axes.margins(0.1)
     axes.set(xlabel="peak (MiB)", ylabel="time (x plain)", xlim=(0, None), ylim=(0, None))
     axes.set_title(f"{network}: measured peak and time of a step")
     axes.grid(alpha=0.3)

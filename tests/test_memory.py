@@ -233,3 +233,22 @@ answer(predicted=planned.compiled(pair).plan.peak, peak=peak)
         COUNTED,
     )
     assert found["peak"] == pytest.approx(found["predicted"], rel=0.02)
+
+
+def test_what_is_claimed_of_a_hole_does_not_hide_the_rest_of_it() -> None:
+    found = run(
+        """
+from remat import allocator
+from remat.arena import Pool
+held = [tf.zeros([count]) for count in (67_082_000, 2 << 20)]
+device = allocator.device_at_hand()
+free = device.limit - allocator.bytes_in_use(device)
+pool = Pool(held=tuple(4 * tensor.shape[0] for tensor in held), limit=device.limit)
+block = allocator.claim(device, free // 4, free // 4, pool.unclaimed())
+laid = allocator.lay_out(device, block, pool, device.limit)
+answer(free=free, claimed=block.bytes, block=laid.block.bytes)
+""",
+        {**COUNTED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": "400"},
+    )
+    assert found["claimed"] < 0.3 * found["free"]
+    assert 0.95 * found["free"] < found["block"] <= found["free"]
