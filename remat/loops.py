@@ -98,6 +98,7 @@ class _Loop:
       first, next: of each of these, its ``Enter`` and its ``NextIteration``.
       constant: ``Enter`` of each value that does not change.
       condition: the ``LoopCond``.
+      arguments: of its functions, by the tensor that each is in the frame.
     """
 
     name: str
@@ -107,6 +108,31 @@ class _Loop:
     next: list[NodeDef]
     constant: list[NodeDef]
     condition: NodeDef
+    arguments: dict[tuple[str, int], str]
+
+    @property
+    def entered(self) -> list[NodeDef]:
+        """``Enter`` of each value, in the order of the arguments."""
+        return [*self.first, *self.constant]
+
+    @property
+    def seams(self) -> set[str]:
+        """The nodes that hold the pieces together, which functions do without."""
+        names = {name for name, _ in self.arguments} | {self.condition.name}
+        return names | {node.name for node in self.next}
+
+    def within(self, references: Iterable[str]) -> list[str]:
+        """What a node reads, as the same node of a function reads it."""
+        renamed, seams = [], self.seams
+        for reference in references:
+            name, number = _parted(reference)
+            if (name, number) in self.arguments:
+                renamed.append(f"{self.arguments[name, number]}:0")
+            elif name not in seams:
+                renamed.append(reference)
+            elif number >= 0:
+                raise UnknownLoopError(f"{reference} is read in the loop {self.name}")
+        return renamed
 
 
 def make_whole(graph_def: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
@@ -206,7 +232,13 @@ def _loop(name: str, nodes: dict[str, NodeDef], frames: dict[str, tuple[str, ...
         raise UnknownLoopError(f"{name}: {len(conditions)} conditions, {len(changing)} values")
     entered = {node.name for node in first}
     constant = [node for node in own if node.op == "Enter" and node.name not in entered]
-    return _Loop(name, nodes, changing, first, following, constant, conditions[0])
+    arguments = {(merge.name, 0): f"argument_{n}" for n, merge in enumerate(changing)}
+    arguments |= {(e.name, 0): f"argument_{n}" for n, e in enumerate(constant, len(changing))}
+    loop = _Loop(name, nodes, changing, first, following, constant, conditions[0], arguments)
+    for node in own:
+        if node.op == "Switch" and _parted(node.input[1])[0] == loop.condition.name:
+            arguments[node.name, 1] = f"argument_{_number(loop, node)}"
+    return loop
 
 
 def _number(loop: _Loop, node: NodeDef) -> int:
@@ -223,93 +255,73 @@ def _number(loop: _Loop, node: NodeDef) -> int:
 
 def _functions(loop: _Loop, graph_def: graph_pb2.GraphDef) -> tuple[FunctionDef, FunctionDef]:
     """A loop's condition and its body, functions of the same arguments."""
-    arguments: dict[tuple[str, int], str] = {}  # by the tensor in the frame
-    for number, merge in enumerate(loop.changing):
-        arguments[merge.name, 0] = f"argument_{number}"
-    for node in loop.nodes.values():
-        if node.op == "Switch" and _parted(node.input[1])[0] == loop.condition.name:
-            arguments[node.name, 1] = f"argument_{_number(loop, node)}"
-    for number, enter in enumerate(loop.constant, len(loop.changing)):
-        arguments[enter.name, 0] = f"argument_{number}"
-    seams = {name for name, _ in arguments} | {loop.condition.name}
-    seams |= {node.name for node in loop.next}
-
-    sources = {node.name: node for node in graph_def.node}
-    entered = [*loop.first, *loop.constant]
-
-    def within(references: Iterable[str]) -> list[str]:
-        """What a node reads, as a node of the function reads it."""
-        renamed = []
-        for reference in references:
-            name, number = _parted(reference)
-            if (name, number) in arguments:
-                renamed.append(f"{arguments[name, number]}:0")
-            elif name not in seams:
-                renamed.append(reference)
-            elif number >= 0:
-                raise UnknownLoopError(f"{reference} is read in the loop {loop.name}")
-        return renamed
-
-    def function(kind: str, results: Sequence[str], targets: Iterable[str]) -> FunctionDef:
-        part = graph_pb2.GraphDef()
-        part.library.CopyFrom(graph_def.library)
-        part.versions.CopyFrom(graph_def.versions)
-        for number, enter in enumerate(entered):
-            node = part.node.add(name=f"argument_{number}", op="_Arg")
-            node.attr["T"].type, node.attr["index"].i = enter.attr["T"].type, number
-            source = sources[_parted(enter.input[0])[0]]
-            for attribute in _HANDLE.intersection(source.attr):
-                node.attr[attribute].CopyFrom(source.attr[attribute])
-        results = within(results)
-        waiting = [*results, *targets]
-        needed = {node.name for node in part.node}
-        while waiting:
-            name, _ = _parted(waiting.pop())
-            if name not in needed:
-                needed.add(name)
-                node = part.node.add()
-                node.CopyFrom(loop.nodes[name])
-                for attribute in ("_class", _SHAPES):  # of the pieces
-                    node.attr.pop(attribute, None)
-                if node.device == loop.first[0].device:  # the loop's own
-                    node.device = ""
-                del node.input[:]
-                node.input.extend(within(loop.nodes[name].input))
-                waiting += node.input
-        graph = tf.Graph()
-        with graph.as_default():
-            tf.graph_util.import_graph_def(part, name="")
-        tensor = graph.get_tensor_by_name
-        made = graph_to_function_def.graph_to_function_def(
-            graph,
-            [operation for operation in graph.get_operations() if operation.type != "_Arg"],
-            [tensor(f"argument_{number}:0") for number in range(len(entered))],
-            [tensor("{}:{}".format(*_parted(result))) for result in results],
-        )
-        made.signature.name = f"{loop.name.replace('/', '_')}_{kind}"
-        for node in made.node_def:  # what is known of variables' shapes would be forgotten
-            shapes = [t.shape.as_proto() for t in graph.get_operation_by_name(node.name).outputs]
-            node.attr[_SHAPES].list.shape.extend(shapes)
-        for target in targets:
-            made.signature.control_output.append(target)
-            made.control_ret[target] = target
-        return made
-
-    condition = function("condition", [loop.condition.input[0]], [])
-    ends = dict.fromkeys(
-        _parted(reference)[0] for node in loop.next for reference in node.input[1:]
-    )
+    condition = _function(loop, graph_def, "condition", [loop.condition.input[0]], [])
     results = [node.input[0] for node in loop.next]
     results += [f"{enter.name}:0" for enter in loop.constant]
-    body = function("body", results, [name for name in ends if name not in seams])
-    run = {node.name for node in (*condition.node_def, *body.node_def)}
+    seams = loop.seams
+    ends = [_parted(reference)[0] for node in loop.next for reference in node.input[1:]]
+    targets = [name for name in dict.fromkeys(ends) if name not in seams]
+    body = _function(loop, graph_def, "body", results, targets)
+    tested, computed = ({node.name for node in one.node_def} for one in (condition, body))
     for node in loop.nodes.values():
-        if node.name not in run | seams and node.op != "Exit" and _acts(node, graph_def):
-            raise UnknownLoopError(f"nothing in the loop {loop.name} waits for {node.name}")
-    for node in condition.node_def:
-        if _acts(node, graph_def) and any(node.name == other.name for other in body.node_def):
-            raise UnknownLoopError(f"{node.name} is in the condition and the body of {loop.name}")
+        if node.op == "Exit" or node.name in seams or not _acts(node, graph_def):
+            continue
+        if (node.name in tested) == (node.name in computed):
+            raise UnknownLoopError(f"{node.name} is not in one of the functions of {loop.name}")
     return condition, body
+
+
+def _function(
+    loop: _Loop,
+    graph_def: graph_pb2.GraphDef,
+    kind: str,
+    results: Sequence[str],
+    targets: Sequence[str],
+) -> FunctionDef:
+    """A function of what some tensors in a loop need, and of nodes that are to run as well."""
+    part = graph_pb2.GraphDef(library=graph_def.library, versions=graph_def.versions)
+    sources = {node.name: node for node in graph_def.node}
+    for number, enter in enumerate(loop.entered):
+        node = part.node.add(name=f"argument_{number}", op="_Arg")
+        node.attr["T"].type, node.attr["index"].i = enter.attr["T"].type, number
+        source = sources[_parted(enter.input[0])[0]]
+        for attribute in _HANDLE.intersection(source.attr):
+            node.attr[attribute].CopyFrom(source.attr[attribute])
+    results = loop.within(results)
+    needed = {node.name for node in part.node}
+    waiting = [*results, *targets]
+    while waiting:
+        name, _ = _parted(waiting.pop())
+        if name in needed:
+            continue
+        needed.add(name)
+        node = part.node.add()
+        node.CopyFrom(loop.nodes[name])
+        for attribute in ("_class", _SHAPES):  # of the pieces
+            node.attr.pop(attribute, None)
+        if node.device == loop.first[0].device:  # the loop's own
+            node.device = ""
+        del node.input[:]
+        node.input.extend(loop.within(loop.nodes[name].input))
+        waiting += node.input
+    graph = tf.Graph()
+    with graph.as_default():
+        tf.graph_util.import_graph_def(part, name="")
+    tensor = graph.get_tensor_by_name
+    made = graph_to_function_def.graph_to_function_def(
+        graph,
+        [operation for operation in graph.get_operations() if operation.type != "_Arg"],
+        [tensor(f"argument_{number}:0") for number in range(len(loop.entered))],
+        [tensor("{}:{}".format(*_parted(result))) for result in results],
+    )
+    made.signature.name = f"{loop.name.replace('/', '_')}_{kind}"
+    for node in made.node_def:  # what is known of variables' shapes would be forgotten
+        shapes = [t.shape.as_proto() for t in graph.get_operation_by_name(node.name).outputs]
+        node.attr[_SHAPES].list.shape.extend(shapes)
+    for target in targets:
+        made.signature.control_output.append(target)
+        made.control_ret[target] = target
+    return made
 
 
 def _acts(node: NodeDef, graph_def: graph_pb2.GraphDef) -> bool:
@@ -324,7 +336,7 @@ def _acts(node: NodeDef, graph_def: graph_pb2.GraphDef) -> bool:
 
 def _as_while(node: NodeDef, loop: _Loop, condition: FunctionDef, body: FunctionDef) -> None:
     """Makes a node the loop, whose outputs are its changing and then its constant values."""
-    entered = [*loop.first, *loop.constant]
+    entered = loop.entered
     stateful = condition.signature.is_stateful or body.signature.is_stateful
     node.op = "While" if stateful else "StatelessWhile"
     node.input.extend(enter.input[0] for enter in entered)
