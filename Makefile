@@ -34,8 +34,8 @@ test: $(VENV)/installed-test
 experiments: $(VENV)/installed-test
 	$(RUN) -m experiments.measured_step --models UNet --budgets 0.5 --repeats 1
 	$(RUN) -m experiments.solver_quality --scale --sizes 100 300 1000
-	$(RUN) -m experiments.solver_quality --scale --sizes 30 60 --solvers checkmate checkmate:backend=highs lp_rounding moccasin anneal auto --time-limit 5 --out out/solve_times
-	$(RUN) -m experiments.solver_quality --ratios layers:VGG16:64 layers:MobileNet:64 --budgets 80% 60% --time-limit 2 --out out/ratios
+	$(RUN) -m experiments.solver_quality --scale --sizes 30 60 --budgets 75% --solvers checkmate checkmate:backend=highs lp_rounding moccasin anneal auto --time-limit 5 --out out/solve_times
+	$(RUN) -m experiments.solver_quality --ratios layers:VGG16:64 layers:MobileNet:64 --time-limit 1 --out out/ratios
 	$(RUN) -m experiments.solver_quality training-100 segnet-8 --budgets 80% 50% --solvers auto chen_greedy --seeds 1
 	$(RUN) -m experiments.budget_sweep layers:U-Net:32 --solvers auto chen_greedy chen_sqrt griewank feng_huang --time-limit 2
 	$(RUN) -m experiments.largest_batch --accountings layers --networks U-Net SegNet VGG19 --time-limit 4
@@ -45,8 +45,8 @@ experiments: $(VENV)/installed-test
 	$(RUN) -m experiments.schedule_pictures
 	$(RUN) -m experiments.eager_recompute --shares 0.35
 	$(RUN) -m experiments.autoencoder --model-only
-	$(RUN) -m experiments.largest_batch_measured --models SmallUNet --limit 64 --accuracy 0.3
-	$(RUN) -m experiments.sweep_kills --jobs 40
+	$(RUN) -m experiments.largest_batch_measured --models SmallUNet --ways plain budgeted --limit 64 --accuracy 0.5
+	$(RUN) -m experiments.sweep_kills --jobs 48
 	$(RUN) -m experiments.predictions --models SmallUNet --shares 0.5 --runs 1
 	$(RUN) -m experiments.floors --models UNet Transformer
 
