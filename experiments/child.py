@@ -32,7 +32,7 @@ from remat.timeline import record
 
 from .accounting import traced_graph
 from .blocks import Blocks
-from .models import CASES, Case
+from .models import Case, case_of
 from .process import Task, serve, start
 
 _HOPELESS = 1 << 20  # bytes; a budget that nothing fits
@@ -401,8 +401,7 @@ def _recomputations(step: remat.Step) -> int:
 
 
 def _case(task: Task) -> Case:
-    case = CASES[task.model]
-    return case if task.batch is None else case.with_batch(task.batch)
+    return case_of(task.model, task.batch)
 
 
 def _memory() -> dict[str, int]:

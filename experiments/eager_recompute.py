@@ -25,7 +25,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from .models import CASES
+from .models import CASES, case_of
 from .pictures import styles
 from .process import Runner, Task
 from .tables import begin, command, ended, given, machine, show, write_csv
@@ -92,8 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for share in asked.shares:
         rows.append(_remat(runner, whole, share, plain))
         write_csv([{**asdict(row), **machine()} for row in rows], asked.out / "table.csv")
-    case = CASES[asked.model]
-    size = (case if asked.batch is None else case.with_batch(asked.batch)).size
+    size = case_of(asked.model, asked.batch).size
     print(f"\n{asked.model} ({size})\n\n{show([_line(row) for row in rows])}")
     _plot(rows, f"{asked.model} ({size})", asked.out / "eager_recompute.png")
     print(f"\nsaved: {asked.out / 'table.csv'}, {asked.out / 'eager_recompute.png'}")

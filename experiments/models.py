@@ -329,6 +329,13 @@ CASES = {
 }
 """Networks by name."""
 
+
+def case_of(name: str, batch: int | None = None) -> Case:
+    """A network by name, in batches of another size if one is given."""
+    case = CASES[name]
+    return case if batch is None else case.with_batch(batch)
+
+
 TRAINED = ("VGG16", "ResNet50", "MobileNetV2", "DenseNet121", "UNet", "Transformer")
 FURTHER = ("ResNet20", "ViT", "Decoder", "MobileNetV3Small", "EfficientNetB0", "InceptionV3")
 LARGE = ("ResNet152", "NASNetMobile")

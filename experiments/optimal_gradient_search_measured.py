@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .models import CASES, published_case
+from .models import case_of, published_case
 from .optimal_gradient_search import PUBLISHED
 from .process import Runner, Task
 from .tables import begin, command, ended, given, machine, show, write_csv
@@ -84,7 +84,7 @@ def measure(asked: argparse.Namespace, network: str) -> Row:
     """
     runner = Runner(asked.out / str(asked.batch), "experiments.child", _TIMEOUT)
     case = published_case(network)
-    row = Row(network, CASES[case].with_batch(asked.batch).size, *PUBLISHED[network])
+    row = Row(network, case_of(case, asked.batch).size, *PUBLISHED[network])
     whole = Task("plain", case, batch=asked.batch, steps=_STEPS)
     plain = runner.result(whole)
     if plain["status"] != "done":

@@ -19,6 +19,7 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 from tensorflow.python.framework import function_def_to_graph, op_def_registry, tensor_util
 
+from .loops import LOOPS
 from .trace import Trace, TraceError
 
 Tensor = tuple[int, int]  # (operation, output)
@@ -398,7 +399,7 @@ def build(trace: Trace) -> Program:
                 )
             shapes[tensor.name] = shape
         sizes = [_bytes(tensor, shapes[tensor.name]) for tensor in operation.outputs]
-        if operation.type in ("While", "StatelessWhile"):
+        if operation.type in LOOPS:
             for number, size in _stacks(operation, trace.graph_def.library):
                 sizes[number] = size
         numbers[name] = add(
@@ -534,9 +535,18 @@ def _is_view(operation: tf.Operation) -> bool:
     whole, part = operation.inputs[0].shape, operation.outputs[0].shape
     if not whole.is_fully_defined() or not part.is_fully_defined() or whole.rank < 2:
         return False
-    rows = part if part.rank < whole.rank else part[1:]
+    one_row = False
+    if operation.type == "Unpack":
+        one_row = operation.get_attr("axis") == 0
+    elif operation.type == "StridedSlice":
+        strides = tensor_util.constant_value(operation.inputs[3])
+        if strides is None or (strides != 1).any() or operation.get_attr("new_axis_mask"):
+            return False
+        one_row = operation.get_attr("shrink_axis_mask") == 1  # of the first axis, no other
+    if part.rank != whole.rank - one_row:
+        return False
     row_bytes = math.prod(whole[1:]) * operation.inputs[0].dtype.size
-    return whole[1:] == rows and row_bytes % _ALIGNED == 0
+    return whole[1:] == (part if one_row else part[1:]) and row_bytes % _ALIGNED == 0
 
 
 def _stacks(

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import pytest
+import tensorflow as tf
 from child import COUNTED, run
 
 from remat.arena import Arena, Layout, OutOfMemoryError, Pool
+from remat.program import Kind, _kind
+
+_LIMITED = {**COUNTED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": "400"}
+# A pool that variables have made as large as it may be, and that is free at its end.
+_GROWN_TO_ITS_LIMIT = """
+from remat import allocator
+from remat.arena import Pool
+held = [tf.zeros([count]) for count in (67_082_000, 2 << 20)]
+device = allocator.device_at_hand()
+free = device.limit - allocator.bytes_in_use(device)
+pool = Pool(held=tuple(4 * tensor.shape[0] for tensor in held), limit=device.limit)
+"""
 
 
 def test_chunks_are_those_of_tensorflow() -> None:
@@ -160,17 +173,12 @@ answer(
 
 def test_a_pool_that_has_grown_to_its_limit_is_claimed_where_it_is_free() -> None:
     found = run(
-        """
-from remat import allocator
-from remat.arena import Pool
-held = [tf.zeros([count]) for count in (67_082_000, 2 << 20)]
-device = allocator.device_at_hand()
-free = device.limit - allocator.bytes_in_use(device)
-pool = Pool(held=tuple(4 * tensor.shape[0] for tensor in held), limit=device.limit)
+        _GROWN_TO_ITS_LIMIT
+        + """
 block = allocator.claim(device, free, free, pool.unclaimed())
 answer(unclaimed=pool.unclaimed(), free=free, block=block.bytes)
 """,
-        {**COUNTED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": "400"},
+        _LIMITED,
     )
     assert found["unclaimed"] == 0
     assert 0.95 * found["free"] < found["block"] <= found["free"]
@@ -235,20 +243,29 @@ answer(predicted=planned.compiled(pair).plan.peak, peak=peak)
     assert found["peak"] == pytest.approx(found["predicted"], rel=0.02)
 
 
+def test_what_is_no_whole_row_is_a_copy() -> None:
+    """Where sizes happen to be equal, too: only rows share a buffer."""
+    graph = tf.Graph()
+    with graph.as_default():
+        square = tf.compat.v1.placeholder(tf.float32, (16, 16, 64))
+        views = [square[3], square[2:5], square[4:, :], tf.unstack(square)[0]]
+        copies = [
+            square[:, 3], square[::2], square[:, ::-1], square[1:3, 2:], square[:, 1:2],
+            tf.unstack(square, axis=1)[0], tf.unstack(square, axis=2)[0],
+        ]  # fmt: skip
+    kinds = [[_kind(tensor.op, set()) for tensor in tensors] for tensors in (views, copies)]
+    assert kinds == [[Kind.ALIAS] * len(views), [Kind.PURE] * len(copies)]
+
+
 def test_what_is_claimed_of_a_hole_does_not_hide_the_rest_of_it() -> None:
     found = run(
-        """
-from remat import allocator
-from remat.arena import Pool
-held = [tf.zeros([count]) for count in (67_082_000, 2 << 20)]
-device = allocator.device_at_hand()
-free = device.limit - allocator.bytes_in_use(device)
-pool = Pool(held=tuple(4 * tensor.shape[0] for tensor in held), limit=device.limit)
+        _GROWN_TO_ITS_LIMIT
+        + """
 block = allocator.claim(device, free // 4, free // 4, pool.unclaimed())
 laid = allocator.lay_out(device, block, pool, device.limit)
 answer(free=free, claimed=block.bytes, block=laid.block.bytes)
 """,
-        {**COUNTED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": "400"},
+        _LIMITED,
     )
     assert found["claimed"] < 0.3 * found["free"]
     assert 0.95 * found["free"] < found["block"] <= found["free"]
