@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .networks import NETWORKS
+from .networks import NETWORKS, SCENE_CLASSES
 
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
 Batch = tuple[np.ndarray, np.ndarray]
+
+_SCENE = (224, 320, 3)  # multiples of 32 pixels
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,19 @@ def _published(name: str) -> Callable[[Case], keras.Model]:
         whole = NETWORKS[name].model()
         logits = keras.layers.Dense(case.classes)(whole.layers[-1].input)
         return keras.Model(whole.input, logits, name=whole.name)
+
+    return build
+
+
+def _scores(name: str) -> Callable[[Case], keras.Model]:
+    """A segmentation network of the papers, up to the scores of its classes."""
+
+    def build(case: Case) -> keras.Model:
+        import keras
+
+        _, height, width, channels = case.inputs
+        whole = NETWORKS[name].build((height, width, channels))
+        return keras.Model(whole.input, whole.layers[-1].input, name=whole.name)
 
     return build
 
@@ -268,6 +283,12 @@ def _discs(case: Case, generator: np.random.Generator) -> Batch:
     return images, labels.astype(np.int32)
 
 
+def _scenes(case: Case, generator: np.random.Generator) -> Batch:
+    """Stripes as of ``_images``, which every pixel is to be labelled with."""
+    images, labels = _images(replace(case, labels=case.labels[:1]), generator)
+    return images, np.repeat(labels[:, None], case.labels[1], axis=1)
+
+
 def _sequences(case: Case, generator: np.random.Generator) -> Batch:
     """Tokens scattered around one that stands for the class."""
     labels = generator.integers(case.classes, size=case.labels)
@@ -280,6 +301,12 @@ def _image_case(
     name: str, batch: int, side: int, build: Callable[[Case], keras.Model] | None = None
 ) -> Case:
     return Case(name, build or _application(name), _images, (batch, side, side, 3), (batch,))
+
+
+def _scene_case(network: str, pixels: int) -> Case:
+    """At half of the width and height that the network was published for, nearly."""
+    name = f"{network}-{_SCENE[0]}"
+    return Case(name, _scores(network), _scenes, (4, *_SCENE), (4, pixels), SCENE_CLASSES)
 
 
 def _walks(case: Case, generator: np.random.Generator) -> Batch:
@@ -325,6 +352,10 @@ CASES = {
             for network in NETWORKS.values()
             if network.image[0] == network.image[1]
         ),
+        # Their scores are at half of the image's resolution, FCN8's beyond its edge.
+        _scene_case("U-Net", 112 * 160),
+        _scene_case("FCN8", 232 * 328),
+        _scene_case("SegNet", 112 * 160),
     )
 }
 """Networks by name."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import keras
 
 _SCENE = (416, 608)  # pixels, of the segmentation networks
-_SCENE_CLASSES = 19  # Cityscapes'
+SCENE_CLASSES = 19  # Cityscapes'
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _unet(image: tuple[int, int, int]) -> keras.Model:
     for filters in (256, 128, 64):
         x = keras.layers.Concatenate()([keras.layers.UpSampling2D()(x), levels.pop()])
         x = _padded(x, filters)
-    scores = keras.layers.Conv2D(_SCENE_CLASSES, 3, padding="same")(x)
+    scores = keras.layers.Conv2D(SCENE_CLASSES, 3, padding="same")(x)
     return _segmentation(body.input, scores)
 
 
@@ -99,7 +99,7 @@ def _segnet(image: tuple[int, int, int]) -> keras.Model:
     x = _padded(levels[3], 512)
     for filters in (256, 128, 64):
         x = _padded(keras.layers.UpSampling2D()(x), filters)
-    scores = keras.layers.Conv2D(_SCENE_CLASSES, 3, padding="same")(x)
+    scores = keras.layers.Conv2D(SCENE_CLASSES, 3, padding="same")(x)
     return _segmentation(inputs, scores)
 
 
@@ -108,11 +108,11 @@ def _fcn8(image: tuple[int, int, int]) -> keras.Model:
     import keras
 
     def scores(x: Any) -> Any:
-        return keras.layers.Conv2D(_SCENE_CLASSES, 1)(x)
+        return keras.layers.Conv2D(SCENE_CLASSES, 1)(x)
 
     def enlarged(x: Any, times: int) -> Any:
         return keras.layers.Conv2DTranspose(
-            _SCENE_CLASSES, 2 * times, strides=times, use_bias=False
+            SCENE_CLASSES, 2 * times, strides=times, use_bias=False
         )(x)
 
     def cropped(x: Any, like: Any) -> Any:
