@@ -187,14 +187,15 @@ def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid | Non
     block = Block(address(tensor), size)
     del tensor
     # Free chunks are found by taking them: an allocation goes to the smallest one
-    # that can hold it, and takes all of it below twice the request.
+    # that can hold it, and takes all of it below twice the request.  Each size is
+    # more than half of all that are left; what is larger than the block stays behind it.
     in_use = bytes_in_use(device)
     others: list[tuple[tf.Tensor, int]] = []
-    size = 1 << (block.bytes // 2).bit_length() - 1
-    while size >= ALIGNMENT:
+    size = aligned(block.bytes // 2 + 1)
+    while size > 0:
         tensor, chunk = _chunk(device, size)
         if block.holds(tensor):
-            size //= 2
+            size = aligned(size // 2) if size > ALIGNMENT else 0
         else:
             others.append((tensor, chunk))
         del tensor

@@ -269,3 +269,23 @@ answer(free=free, claimed=block.bytes, block=laid.block.bytes)
     )
     assert found["claimed"] < 0.3 * found["free"]
     assert 0.95 * found["free"] < found["block"] <= found["free"]
+
+
+def test_a_hole_nearly_as_large_as_the_block_is_one() -> None:
+    found = run(
+        """
+from remat import allocator
+from remat.arena import Pool
+held = [tf.zeros([26_000_000])]
+held.clear()
+held.append(tf.zeros([5_000_000]))
+device = allocator.device_at_hand()
+block = allocator.claim(device, 123 << 20, 123 << 20)
+laid = allocator.lay_out(device, block, Pool(held=()), device.limit)
+answer(block=block.bytes, holes=[*laid.layout.before, *laid.layout.after])
+""",
+        {**COUNTED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": "254"},
+    )
+    largest = max(found["holes"])
+    assert 0.75 * found["block"] < largest < found["block"]
+    assert sum(found["holes"]) - largest < 4 << 20
