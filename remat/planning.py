@@ -201,16 +201,14 @@ def _plain_requests(program: Program, workspace: Mapping[int, int]) -> list[Requ
 def pool_of(program: Program) -> Pool:
     """The memory pool that a step finds where nothing else is in it: variables,
     constants, batch, results."""
+    plain = _plain_requests(program, {})
     return Pool(
         held=tuple(size for size in program.variable_bytes.values() if size),
         constants=tuple(sum(op.bytes) for op in program.ops if op.kind is Kind.CONSTANT),
         arguments=tuple(sum(program.ops[index].bytes) for index in program.inputs),
-        results=tuple(
-            program.ops[op].bytes[number]
-            for op, number in dict.fromkeys(program.outputs)
-            if program.ops[op].kind in (Kind.PURE, Kind.ONCE)
-        ),
-        small=max(map(_small_peak, _plain_requests(program, {}))),
+        # What holds a result may be another operation's, which the result is a view of.
+        results=tuple(plain[0].sizes[number] for number in plain[0].kept),
+        small=max(map(_small_peak, plain)),
     )
 
 

@@ -243,6 +243,31 @@ answer(predicted=planned.compiled(pair).plan.peak, peak=peak)
     assert found["peak"] == pytest.approx(found["predicted"], rel=0.02)
 
 
+def test_a_view_that_is_returned_holds_what_it_is_a_view_of() -> None:
+    """The last predictions are there while the next are made."""
+    found = run(
+        """
+inputs = x = keras.Input((96, 96, 3))
+for width in (16, 24, 16):
+    x = keras.layers.Conv2D(width, 3, padding="same")(x)
+    x = keras.layers.ReLU()(keras.layers.BatchNormalization()(x))
+model = keras.Model(inputs, keras.layers.Reshape((-1, 16))(keras.layers.Conv2D(16, 1)(x)))
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+specs = tf.TensorSpec((32, 96, 96, 3)), tf.TensorSpec((32, 96 * 96), tf.int32)
+step = remat.compile(model, loss, "adam", *specs, budget=176 << 20, profile={})
+peaks = []
+results = None
+for x, y in zip(batches(specs[0], 4), batches(specs[1], 4)):
+    x, y = tf.constant(x), tf.constant(y)
+    peaks.append(peak_of(lambda: globals().update(results=step(x, y))))
+answer(predicted=step.plan.peak, peaks=peaks)
+""",
+        {**COUNTED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": "176"},
+    )
+    assert max(found["peaks"]) <= 176 << 20
+    assert max(found["peaks"]) == pytest.approx(found["predicted"], rel=0.01)
+
+
 def test_what_is_no_whole_row_is_a_copy() -> None:
     """Where sizes happen to be equal, too: only rows share a buffer."""
     graph = tf.Graph()
