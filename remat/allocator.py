@@ -117,7 +117,7 @@ def claim(device: Device, count: int, least: int, unclaimed: int | None = None) 
     Returns:
       The block, perhaps smaller; None if there is none.
     """
-    shares: tuple[float, ...] = (1.0,)
+    holding, shares = False, (1.0,)
     if device.name in _claimed:
         # What was claimed before may have been cut up since.
         count = min(count, least)
@@ -126,10 +126,15 @@ def claim(device: Device, count: int, least: int, unclaimed: int | None = None) 
             laid.walls.clear()
             shares = _SHARES
     elif unclaimed is not None and unclaimed >= _SMALLEST_CLAIM:
+        assert device.limit is not None
         count = min(count, unclaimed)
+        if device.limit - unclaimed - bytes_in_use(device) >= count:
+            # Maybe in one hole, which then serves the claim: while that is held,
+            # a second one makes the pool grow.
+            holding, shares = True, (1.0, 1.0)
     elif unclaimed is not None:
         shares = _SHARES  # variables have made the pool grow to its limit, and left a hole
-    block = None
+    block, held = None, []
     for share in shares:
         if share * count < _SMALLEST_CLAIM:
             continue
@@ -138,7 +143,10 @@ def claim(device: Device, count: int, least: int, unclaimed: int | None = None) 
         except tf.errors.ResourceExhaustedError:
             break  # after a wait of ten seconds for someone to free memory: once is enough
         _claimed.add(device.name)
-        block = Block(address(tensor), size)
+        if block is None or size > block.bytes:
+            block = Block(address(tensor), size)
+        if holding:
+            held.append(tensor)
         del tensor
     return block
 
@@ -182,15 +190,25 @@ def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid | Non
       The layout; None if it would leave too little of the budget in one piece
       (``LEAST_AREA``).
     """
-    # Something small may have been left in it since it was claimed.
-    tensor, size = _chunk(device, block.bytes - block.bytes // 64)
-    block = Block(address(tensor), size)
-    del tensor
     # Free chunks are found by taking them: an allocation goes to the smallest one
-    # that can hold it, and takes all of it below twice the request.  Each size is
-    # more than half of all that are left; what is larger than the block stays behind it.
+    # that can hold it, and takes all of it below twice the request.
     in_use = bytes_in_use(device)
     others: list[tuple[tf.Tensor, int]] = []
+    # Something small may have been left in the block since it was claimed.
+    tensor, size = _chunk(device, block.bytes - block.bytes // 64)
+    if not block.holds(tensor):  # a hole that is nearly as large
+        try:
+            found = _chunk(device, block.bytes - block.bytes // 64)
+        except tf.errors.ResourceExhaustedError:
+            pass  # the block has been cut up
+        else:
+            others.append((tensor, size))
+            tensor, size = found
+            del found
+    block = Block(address(tensor), size)
+    del tensor
+    # Each size is more than half of all that are left; what is larger than the block
+    # stays behind it.
     size = aligned(block.bytes // 2 + 1)
     while size > 0:
         tensor, chunk = _chunk(device, size)

@@ -49,8 +49,9 @@ log = logging.getLogger("remat")
 _TRIALS = 6  # measured runs, at most, until the peak is within the budget
 _UNPLACED_SLACK = 0.01  # of the budget, which a trial run without addresses must not take
 _AHEAD, _AHEAD_SHARE = 8, 1 / 32  # batches that a pipeline holds, at most; share of the peak
-_TRIAL_STEPS = 2  # with batch and results where they are for every other step
-_WATCHED_CALLS = 2  # first calls whose peak is measured
+# Steps until batch and results lie where they do for every other step ...
+_SETTLING = 2
+_UNPLACED_SETTLING = 5  # ... and, where the allocator chooses the places, until all else does
 _LAYOUTS = 3  # times, at most, that memory is divided anew for a step
 _DRIFT = 1 << 19  # bytes allocated beside a step before that happens
 _MEASURING = threading.RLock()  # the allocator's counters are the whole process's
@@ -176,6 +177,11 @@ class CompiledStep:
                 self._check(say)
 
     @property
+    def _settling(self) -> int:
+        """First runs whose peaks are measured: later ones take as much."""
+        return _SETTLING if self.prepared.pool.quiet else _UNPLACED_SETTLING
+
+    @property
     def plan(self) -> StepPlan:
         """The plan that runs now."""
         return self.planned.plan
@@ -185,7 +191,7 @@ class CompiledStep:
         flat = self._flatten(arguments)
         if tf.inside_function() or not self.device.counted:
             return self._pack(self._execute(flat))
-        if self._calls >= _WATCHED_CALLS:
+        if self._calls >= self._settling:
             # The counter is left to others; what raises it is seen all the same.
             before = allocator.peak_bytes(self.device)
             results = self._execute(flat)
@@ -381,8 +387,8 @@ class CompiledStep:
             self._run = self._lower()
 
     def _trial(self) -> tuple[int | None, list[Allocation]]:
-        """Runs the step twice on zeros, as in a training loop: the last results
-        are held during the next run.
+        """Runs the step on zeros, as in a training loop (the last results are held
+        during the next run), until it has settled or takes too much.
 
         Returns:
           The peak, in bytes, or None if memory ran out; and what the first run
@@ -403,7 +409,7 @@ class CompiledStep:
                 results = None
 
         with _variables_put_back(program):
-            for number in range(_TRIAL_STEPS):
+            for number in range(self._settling):
                 inputs = _zeros(program)
                 allocator.reset_peak(self.device)
                 self._settled_bytes = None  # the first run may allocate something for good
@@ -414,6 +420,8 @@ class CompiledStep:
                 if results is None:
                     return None, recorded
                 peak = max(peak, allocator.peak_bytes(self.device))
+                if number >= _SETTLING - 1 and peak > self.budget:
+                    break
         return peak, recorded
 
     def _compare(

@@ -318,3 +318,24 @@ answer(block=block.bytes, holes=[*laid.layout.before, *laid.layout.after])
     largest = max(found["holes"])
     assert 0.75 * found["block"] < largest < found["block"]
     assert sum(found["holes"]) - largest < 4 << 20
+
+
+@pytest.mark.parametrize("limit", [254, 238])
+def test_a_hole_does_not_keep_the_pool_from_growing(limit: int) -> None:
+    """The hole is as large as what the limit leaves, or larger, and would serve the claim."""
+    found = run(
+        """
+from remat import allocator
+from remat.arena import Pool
+held = [tf.zeros([26_000_000])]
+held.clear()
+held.append(tf.zeros([5_000_000]))
+device = allocator.device_at_hand()
+free = device.limit - allocator.bytes_in_use(device)
+block = allocator.claim(device, free, free, device.limit - (130 << 20))
+laid = allocator.lay_out(device, block, Pool(held=()), device.limit)
+answer(free=free, pieces=[laid.block.bytes, *laid.layout.before, *laid.layout.after])
+""",
+        {**COUNTED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(limit)},
+    )
+    assert sum(sorted(found["pieces"])[-2:]) > 0.97 * found["free"]
