@@ -117,7 +117,8 @@ def claim(device: Device, count: int, least: int, unclaimed: int | None = None) 
     Returns:
       The block, perhaps smaller; None if there is none.
     """
-    holding, shares = False, (1.0,)
+    shares: tuple[float, ...] = (1.0,)
+    holding = False
     if device.name in _claimed:
         # What was claimed before may have been cut up since.
         count = min(count, least)
@@ -134,7 +135,8 @@ def claim(device: Device, count: int, least: int, unclaimed: int | None = None) 
             holding, shares = True, (1.0, 1.0)
     elif unclaimed is not None:
         shares = _SHARES  # variables have made the pool grow to its limit, and left a hole
-    block, held = None, []
+    block = None
+    held: list[tf.Tensor] = []
     for share in shares:
         if share * count < _SMALLEST_CLAIM:
             continue
