@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import threading
 import types
 from collections.abc import Callable, Hashable, Sequence
@@ -20,6 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from . import collectives
 from .planning import StepPlan
 from .solvers import PlanError
 from .step import CompiledStep, Options
@@ -113,11 +115,14 @@ class Function:
         self._parameters = inspect.signature(step)
         self._traced_for: Signature | None = None
         self._compiled: dict[Hashable, CompiledStep] = {}
+        self._number = next(_numbers)  # the same in all workers, which make the same functions
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step; the first call with a signature plans it."""
         step, tensors = self._find(args, kwargs)
+        if not tf.inside_function():
+            collectives.check_side_by_side(step.prepared.program, self._name)
         return step(*tensors)
 
     def traced_for(self, signature: Signature | None) -> Function:
@@ -192,8 +197,9 @@ class Function:
             key = (call.key, self._traced_for)
         replica = tf.distribute.get_replica_context()
         if replica is not None:  # each replica has variables of its own
-            number = tf.get_static_value(replica.replica_id_in_sync_group)
-            key = (key, int(number))
+            if replica.num_replicas_in_sync > 1:
+                step = collectives.planned_apart(step, self._number)
+            key = (key, int(tf.get_static_value(replica.replica_id_in_sync_group)))
         if key not in self._compiled:
             if tf.inside_function():
                 raise TraceError(
@@ -290,6 +296,7 @@ class _Call:
         return call
 
 
+_numbers = itertools.count()
 _TENSOR = object()  # stands for a tensor among other leaves
 
 

@@ -3,7 +3,8 @@
 Replicas meet where the optimizer adds up their gradients, and TensorFlow
 traces nothing beyond that for one replica alone.  So what comes before it
 (forward, backward, losses, metrics) is planned for each replica, and the
-update runs outside of the plans, for all of them.
+update runs outside of the plans, for all of them.  Where they meet before it,
+see ``collectives``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class ReplicatedStep:
           make: gives the planned function of a step and a name.
 
         Raises:
-          ValueError: if replicas meet elsewhere than in the optimizer's update.
+          ValueError: if the step is the model's own.
         """
         if type(model).train_step is not keras.Model.train_step:
             raise ValueError(
@@ -40,13 +41,6 @@ class ReplicatedStep:
                 "forward and backward of yours into a remat.function, in a loop of your own, and "
                 "apply the gradients outside of it"
             )
-        for layer in model._flatten_layers():
-            if getattr(layer, "synchronized", False):
-                raise ValueError(
-                    f"the layer {layer.name!r} averages over replicas in the middle of the "
-                    "forward pass, which cannot be planned for one of them: make it with "
-                    "synchronized=False"
-                )
         self._model = model
         self._strategy = model.distribute_strategy
         self._weights: list[Any] = []

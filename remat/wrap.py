@@ -58,8 +58,8 @@ def wrap(
         CPU), ``verbose``; see ``remat.compile``.
 
     A model made in the scope of a ``tf.distribute.MirroredStrategy`` has a plan
-    for each replica and shape, up to the optimizer's update, in which the
-    replicas meet; the budget is for what comes before it.
+    for each replica and shape, up to the optimizer's update; the budget is for
+    what comes before it.
 
     Returns:
       A model of a subclass of ``type(model)`` with an attribute ``remat``, a

@@ -379,7 +379,11 @@ CASES = {
     ),
     "tf.random": Case(stack(Noise, Noise)),
     "batch normalization": Case(
-        stack(layers.BatchNormalization, lambda: layers.BatchNormalization(axis=1))
+        stack(
+            layers.BatchNormalization,
+            lambda: layers.BatchNormalization(axis=1),
+            lambda: layers.BatchNormalization(synchronized=True),
+        )
     ),
     "other normalization": Case(
         stack(

@@ -7,6 +7,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+import pytest
 from child import EXACT, run
 
 from experiments.replicas import Row, table
@@ -54,7 +55,7 @@ strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 _CUSTOM_LOOP = """
 def train(ours):
     with strategy.scope():
-        model = network()
+        model = network(synchronized=synchronized)
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
         optimizer.build(model.trainable_variables)
     keras.utils.set_random_seed(2)
@@ -65,7 +66,13 @@ def train(ours):
             loss = tf.reduce_mean(losses) / 2
         return loss, tape.gradient(loss, model.trainable_variables)
 
-    gradients = remat.function(gradients, budget=0.93, **CHEAP) if ours else tf.function(gradients)
+    if ours:
+        gradients = remat.function(gradients, budget=0.93, **CHEAP)
+    elif not synchronized:
+        gradients = tf.function(gradients)  # TensorFlow lets no replicas meet in there
+
+    def plan(x, y):
+        gradients.compiled(x, y)
 
     def step(x, y):
         loss, found = gradients(x, y)
@@ -74,8 +81,11 @@ def train(ours):
 
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(32, drop_remainder=True)
     losses = []
+    run = tf.function(strategy.run, autograph=False) if synchronized else strategy.run
     for batch in strategy.experimental_distribute_dataset(data):
-        losses += strategy.experimental_local_results(strategy.run(step, batch))
+        if ours:
+            strategy.run(plan, batch)
+        losses += strategy.experimental_local_results(run(step, batch))
     states = [v.numpy() for v in [*losses, *model.variables, *optimizer.variables]]
     return states, [repeats(step.plan) for step in gradients.steps] if ours else None
 
@@ -85,9 +95,10 @@ answer(same=same(theirs[0], ours[0]), count=len(ours[0]), recomputed=ours[1],
 """
 
 
-def test_mirrored_custom_loop() -> None:
+@pytest.mark.parametrize("synchronized", [False, True])
+def test_mirrored_custom_loop(synchronized: bool) -> None:
     """Forward and backward are planned for each replica; the update stays outside."""
-    found = run(_TWO_DEVICES + _CUSTOM_LOOP, _UNCOUNTED)
+    found = run(_TWO_DEVICES + f"synchronized = {synchronized}" + _CUSTOM_LOOP, _UNCOUNTED)
     assert found["same"]
     assert found["count"] > 30
     assert len(found["recomputed"]) == 2
@@ -114,6 +125,7 @@ def refused():
         except ValueError as error:
             return str(error)
 message = refused()
+synchronized = True
 """
             + _CUSTOM_LOOP.replace("answer(", "answer(message=message, "),
             {**_UNCOUNTED, "TF_CONFIG": json.dumps(task), "CUDA_VISIBLE_DEVICES": "-1"},
@@ -129,13 +141,65 @@ message = refused()
     assert found[0]["losses"] != found[1]["losses"]  # each has its own part of the batch
 
 
-def test_mirrored_fit() -> None:
+def test_replicas_meet_in_steps_of_other_shapes() -> None:
+    """Parts of a batch may differ in size; a mean has a gradient."""
     found = run(
         _TWO_DEVICES
         + """
+with strategy.scope():
+    weight = tf.Variable(tf.random.stateless_normal((4, 3), (1, 2)))
+
+def gradients(x):
+    with tf.GradientTape() as tape:
+        y = tf.tanh(x @ weight)
+        replica = tf.distribute.get_replica_context()
+        mean, total = replica.all_reduce("MEAN", [tf.reduce_mean(y, axis=0), tf.reduce_sum(y)])
+        loss = tf.reduce_sum((y - mean) ** 2) * total
+    return loss, tape.gradient(loss, weight)
+
+planned = remat.function(gradients, budget="1MiB", **CHEAP)
+
+def plan(x):
+    planned.compiled(x)
+
+def all_of(step):
+    run = tf.function(lambda x: strategy.run(step, (x,)), autograph=False)
+    found = [strategy.experimental_local_results(part) for x in parts for part in run(x)]
+    return [[float(tf.reduce_sum(one)) for one in part] for part in found]
+
+def part(sizes):
+    def of(context):
+        size = sizes[context.replica_id_in_sync_group]
+        return tf.random.stateless_normal((size, 4), (size, 5))
+    return strategy.experimental_distribute_values_from_function(of)
+
+parts = [part(sizes) for sizes in ([8, 8], [8, 7], [7, 8], [8, 8])]
+try:
+    strategy.run(planned, (parts[0],))
+    refused = ""
+except ValueError as error:
+    refused = str(error)
+for x in parts:
+    strategy.run(plan, (x,))
+answer(refused=refused, ours=all_of(planned), theirs=all_of(gradients), plans=len(planned.steps))
+""",
+        _UNCOUNTED,
+    )
+    assert "would wait forever" in found["refused"]
+    assert found["plans"] == 4
+    assert found["ours"] == found["theirs"]
+    assert len({tuple(values) for values in found["ours"]}) == 6
+
+
+@pytest.mark.parametrize("synchronized", [False, True])
+def test_mirrored_fit(synchronized: bool) -> None:
+    found = run(
+        _TWO_DEVICES
+        + f"synchronized = {synchronized}"
+        + """
 def train(ours):
     with strategy.scope():
-        model = network()
+        model = network(synchronized=synchronized)
         if ours:
             model = remat.wrap(model, budget=0.8, **CHEAP)
         model.compile(keras.optimizers.AdamW(1e-2, global_clipnorm=0.1), crossentropy,
@@ -182,14 +246,12 @@ def attempt(make, budget="1GiB"):
         return type(error).__name__, str(error)
 
 answer(
-    synchronized=attempt(lambda: network(synchronized=True)),
     own=attempt(lambda: Own(network().layers)),
     infeasible=attempt(network, "20KB"),
 )
 """,
         _UNCOUNTED,
     )
-    assert "synchronized=False" in found["synchronized"][1]
     assert "remat.function" in found["own"][1]
     assert found["infeasible"][0] == "InfeasibleBudgetError"
 
