@@ -40,7 +40,7 @@ from .models import CASES
 from .pictures import styles
 from .process import Runner, Task
 from .solver_quality import Row, cells, summarise
-from .tables import begin, command, ended, given, machine, show, write_csv
+from .tables import begin, command, ended, given, machine, positive, proper_share, show, write_csv
 
 _GRAPHS = ("step:VGG16:256", "step:MobileNet:512", "step:U-Net:32")
 _TIME_LIMIT = 5.0  # seconds
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--shares",
         nargs="+",
-        type=float,
+        type=proper_share,
         default=_MEASURED_SHARES,
         help="of the plain peak, to measure at (default: %(default)s)",
     )
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--solvers", nargs="+", default=list(METHODS), metavar="NAME")
     parser.add_argument(
-        "--time-limit", type=float, default=_TIME_LIMIT, help="seconds (default: %(default)s)"
+        "--time-limit", type=positive, default=_TIME_LIMIT, help="seconds (default: %(default)s)"
     )
     asked = parser.parse_args(arguments)
     begin(asked.out)

@@ -28,7 +28,17 @@ from matplotlib.figure import Figure
 from .models import CASES, case_of
 from .pictures import styles
 from .process import Runner, Task
-from .tables import begin, command, ended, given, machine, show, write_csv
+from .tables import (
+    begin,
+    command,
+    ended,
+    given,
+    machine,
+    positive_int,
+    proper_share,
+    show,
+    write_csv,
+)
 
 _WAYS = {
     "plain": "tf.function",
@@ -70,12 +80,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the experiment; 1 if remat broke down or took more than its budget."""
     parser = command("eager_recompute", __doc__)
     parser.add_argument("--model", choices=CASES, default="SampleCNN")
-    parser.add_argument("--batch", type=int, help="default: the model's own")
+    parser.add_argument("--batch", type=positive_int, help="default: the model's own")
     parser.add_argument("--ways", nargs="*", choices=_WAYS, default=list(_WAYS))
     parser.add_argument(
-        "--shares", nargs="*", type=float, default=_SHARES, help="remat's (default: %(default)s)"
+        "--shares",
+        nargs="*",
+        type=proper_share,
+        default=_SHARES,
+        help="remat's (default: %(default)s)",
     )
-    parser.add_argument("--steps", type=int, default=4, help="the first is not timed (default: 4)")
+    parser.add_argument(
+        "--steps", type=positive_int, default=4, help="the first is not timed (default: 4)"
+    )
     asked = parser.parse_args(arguments)
     if asked.steps < 2:
         parser.error("--steps must be at least 2: the first step is not timed")

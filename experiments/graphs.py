@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from remat.solvers.graph import Graph, Node, save_graph
+from remat.solvers.graph import Graph, Node, load_graph, save_graph
 
 _ACTIVATION, _WEIGHT = 16 * 2**20, 2**20  # bytes of a layer's output (on average) and weights
 _BLOCK = 3  # layers that a residual connection spans
@@ -310,11 +310,26 @@ def graph_file(name: str, folder: Path) -> Path:
 
 
 def graph_files(parser: argparse.ArgumentParser, names: Sequence[str], folder: Path) -> list[Path]:
-    """The files of the graphs that a command names; ends it if a name is not known."""
+    """The files of the graphs that a command names.
+
+    It ends the command if a name is not known, a file is no graph, or two graphs
+    have one name, by which tables and pictures tell them apart.
+    """
+    files: dict[str, Path] = {}
+    fingerprints: dict[str, str] = {}
     try:
-        return [graph_file(name, folder) for name in names]
-    except ValueError as error:
+        for name in names:
+            path = graph_file(name, folder)
+            graph = load_graph(path)
+            if fingerprints.setdefault(graph.name, graph.fingerprint) != graph.fingerprint:
+                parser.error(
+                    f"{files[graph.name]} and {path} hold different graphs of the name "
+                    f"{graph.name!r}: change it in one of them"
+                )
+            files.setdefault(graph.name, path)
+    except (ValueError, OSError) as error:
         parser.error(str(error))
+    return list(files.values())
 
 
 def main() -> None:

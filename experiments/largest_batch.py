@@ -37,7 +37,17 @@ from remat.solvers import Graph, Status, simulate, solve
 from .accounting import ACCOUNTINGS, forward_share, layer_graph, step_graph
 from .networks import NETWORKS
 from .pictures import COLOURS
-from .tables import begin, command, ended, machine, remembered, show, write_csv
+from .tables import (
+    begin,
+    command,
+    ended,
+    machine,
+    positive,
+    positive_int,
+    remembered,
+    show,
+    write_csv,
+)
 
 _MEMORY = 16 * 10**9  # bytes
 _TIME_LIMIT = 8.0  # seconds for each batch
@@ -139,9 +149,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = command("largest_batch", __doc__)
     parser.add_argument("--networks", nargs="+", choices=_PUBLISHED, default=list(_PUBLISHED))
     parser.add_argument("--accountings", nargs="+", choices=ACCOUNTINGS, default=ACCOUNTINGS)
-    parser.add_argument("--memory", type=int, default=_MEMORY, help="bytes (default: 16e9)")
     parser.add_argument(
-        "--time-limit", type=float, default=_TIME_LIMIT, help="seconds a batch (default: 8)"
+        "--memory", type=positive_int, default=_MEMORY, help="bytes (default: 16e9)"
+    )
+    parser.add_argument(
+        "--time-limit", type=positive, default=_TIME_LIMIT, help="seconds a batch (default: 8)"
     )
     asked = parser.parse_args(arguments)
     begin(asked.out)

@@ -22,7 +22,7 @@ from typing import Any
 from .largest_batch import last_batch
 from .models import CASES
 from .process import Runner, Task
-from .tables import begin, command, ended, machine, show, write_csv
+from .tables import begin, command, ended, machine, positive_int, proper_share, show, write_csv
 
 _WAYS = {"plain": "plain", "scope_activations": 'RematScope("activations")', "budgeted": "remat"}
 _MODELS = ("UNet",)
@@ -59,10 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=CASES, default=_MODELS)
     parser.add_argument("--ways", nargs="+", choices=_WAYS, default=list(_WAYS))
     parser.add_argument(
-        "--limit", type=int, default=_LIMIT, metavar="MIB", help="default: %(default)s"
+        "--limit", type=positive_int, default=_LIMIT, metavar="MIB", help="default: %(default)s"
     )
     parser.add_argument(
-        "--accuracy", type=float, default=0.0, help="share of a batch (default: 0, to the image)"
+        "--accuracy",
+        type=proper_share,
+        default=0.0,
+        help="share of a batch (default: to the image)",
     )
     asked = parser.parse_args(arguments)
     begin(asked.out)

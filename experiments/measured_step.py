@@ -38,7 +38,7 @@ from typing import Any
 
 from .models import CASES, LARGE, TRAINED
 from .process import Runner, Task
-from .tables import begin, command, ended, given, machine, write_csv
+from .tables import begin, command, ended, given, machine, positive_int, write_csv
 
 _MIB = 2**20
 _BUDGETS = ("0.7", "0.5", "0.35", "least")
@@ -130,17 +130,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help='shares of the plain peak in (0, 1], or "least" (default: %(default)s); '
         f"for {' and '.join(LARGE)} always {_LARGE_BUDGET}, and only compiled and trained",
     )
-    parser.add_argument("--steps", type=int, default=3, help="Adam steps (default: 3)")
+    parser.add_argument("--steps", type=positive_int, default=3, help="Adam steps (default: 3)")
     parser.add_argument(
-        "--repeats", type=int, default=3, help="processes for the plain peak (default: 3)"
+        "--repeats", type=positive_int, default=3, help="processes for the plain peak (default: 3)"
     )
     parser.add_argument("--exact", action="store_true", help="compare bit for bit as well")
     asked = parser.parse_args(arguments)
     for budget in asked.budgets:
         if budget != "least" and not _is_share(budget):
             parser.error(f'--budgets: {budget!r} is neither in (0, 1] nor "least"')
-    if asked.steps < 1 or asked.repeats < 1:
-        parser.error("--steps and --repeats must be at least 1")
 
     begin(asked.out)
     runner = Runner(asked.out, "experiments.child", _TIMEOUT)

@@ -32,7 +32,7 @@ from remat.solvers.floor import memory_floor
 from .accounting import ACCOUNTINGS
 from .graphs import graph_file
 from .pictures import styles
-from .tables import begin, command, ended, machine, remembered, show, write_csv
+from .tables import begin, command, ended, machine, positive, remembered, show, write_csv
 
 _BATCH = 64
 _ACCURACY = 0.01  # of the plain memory, to which the memory at their time is found
@@ -127,7 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = command("optimal_gradient_search", __doc__)
     parser.add_argument("--networks", nargs="+", choices=PUBLISHED, default=list(PUBLISHED))
     parser.add_argument("--accounting", choices=ACCOUNTINGS, default="layers")
-    parser.add_argument("--time-limit", type=float, help="seconds a solve; default: the solver's")
+    parser.add_argument(
+        "--time-limit", type=positive, help="seconds a solve; default: the solver's"
+    )
     asked = parser.parse_args(arguments)
     begin(asked.out)
     table = asked.out / f"{asked.accounting}.csv"

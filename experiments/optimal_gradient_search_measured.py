@@ -21,7 +21,7 @@ from typing import Any
 from .models import case_of, published_case
 from .optimal_gradient_search import PUBLISHED
 from .process import Runner, Task
-from .tables import begin, command, ended, given, machine, show, write_csv
+from .tables import begin, command, ended, given, machine, positive_int, show, write_csv
 
 _BATCH = 8
 _STEPS = 3
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the experiment; 1 if a process broke down, or took more than its budget."""
     parser = command("optimal_gradient_search_measured", __doc__)
     parser.add_argument("--networks", nargs="+", choices=PUBLISHED, default=list(PUBLISHED))
-    parser.add_argument("--batch", type=int, default=_BATCH, help="default: %(default)s")
+    parser.add_argument("--batch", type=positive_int, default=_BATCH, help="default: %(default)s")
     asked = parser.parse_args(arguments)
     begin(asked.out)
     rows: list[Row] = []

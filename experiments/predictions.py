@@ -33,7 +33,7 @@ from typing import Any
 
 from .models import CASES, FURTHER, TRAINED
 from .process import Runner, Task
-from .tables import begin, command, ended, given, machine, write_csv
+from .tables import begin, command, ended, given, machine, positive_int, proper_share, write_csv
 
 _MIB = 2**20
 _SHARES = (0.7, 0.5, 0.35)
@@ -102,18 +102,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--shares",
         nargs="+",
-        type=float,
+        type=proper_share,
         default=_SHARES,
         metavar="SHARE",
         help="of the plain peak (default: 0.7 0.5 0.35)",
     )
-    parser.add_argument("--runs", type=int, default=3, help="processes a budget (default: 3)")
-    parser.add_argument("--steps", type=int, default=5, help="of each process (default: 5)")
+    parser.add_argument(
+        "--runs", type=positive_int, default=3, help="processes a budget (default: 3)"
+    )
+    parser.add_argument(
+        "--steps", type=positive_int, default=5, help="of each process (default: 5)"
+    )
     asked = parser.parse_args(arguments)
-    if not all(0 < share <= 1 for share in asked.shares):
-        parser.error("--shares must be in (0, 1]")
-    if asked.runs < 1 or asked.steps < 1:
-        parser.error("--runs and --steps must be at least 1")
 
     begin(asked.out)
     cases = _Cases(asked.out, asked.runs, asked.steps)

@@ -23,6 +23,8 @@ from typing import Any
 from remat.solvers import InfeasibleBudgetError
 from remat.solvers.files import write_json
 
+from .tables import read_result
+
 _SEARCHES = 6  # budgets tried above an infeasible one, at most
 _STEP = 1.02  # upwards
 _MIB = 2**20
@@ -90,7 +92,7 @@ class Runner:
             print(f"{found['status']}, {found['seconds']:.0f} s", flush=True)
             date = datetime.date.today().isoformat()
             write_json({**found, "task": asdict(task), "date": date}, file)
-        return json.loads(file.read_text(encoding="utf-8"))
+        return read_result(file)
 
     def budgeted(self, plain: Task, budget: float) -> Task:
         """To train as plainly, but within a budget, as hard limit, and save the plan.

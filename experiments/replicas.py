@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .process import Runner, Task
-from .tables import command, ended, write_csv
+from .tables import command, ended, positive_int, proper_share, write_csv
 
 _TIMEOUT = 1800.0  # seconds
 _MIB = 2**20
@@ -51,9 +51,9 @@ class Row:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the experiment; 1 if a training differed or broke down."""
     parser = command("replicas", __doc__)
-    parser.add_argument("--depth", type=int, default=40, help="layers (default: 40)")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.5])
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--depth", type=positive_int, default=40, help="layers (default: 40)")
+    parser.add_argument("--shares", type=proper_share, nargs="+", default=[0.5])
+    parser.add_argument("--steps", type=positive_int, default=8)
     asked = parser.parse_args(arguments)
     if (asked.depth - 4) % 6 or asked.depth < 10:
         parser.error("--depth must be 10, 16, 22, ...: three blocks of pairs, and four more")

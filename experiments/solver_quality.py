@@ -43,7 +43,7 @@ from remat.solvers.solving import METHODS
 
 from .graphs import graph_file, graph_files
 from .pictures import styles
-from .tables import begin, command, ended, machine, remembered, write_csv
+from .tables import begin, command, ended, machine, positive, positive_int, remembered, write_csv
 
 _BUDGETS = ("90%", "80%", "70%")
 _SOLVERS = tuple(METHODS)
@@ -132,12 +132,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="NAME[:OPTION=VALUE,...]",
         help=f"default: {', '.join(_SOLVERS)}",
     )
-    parser.add_argument("--seeds", type=int, default=5, help="of the methods that have any")
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="default: the solver's")
     parser.add_argument(
-        "--sizes", nargs="+", type=int, default=_SCALE_SIZES, help="nodes, for --scale"
+        "--seeds", type=positive_int, default=5, help="of the methods that have any"
+    )
+    parser.add_argument(
+        "--time-limit", type=positive, metavar="SECONDS", help="default: the solver's"
+    )
+    parser.add_argument(
+        "--sizes", nargs="+", type=positive_int, default=_SCALE_SIZES, help="nodes, for --scale"
     )
     asked = parser.parse_args(arguments)
+    if asked.scale and (asked.graphs or asked.ratios):
+        parser.error("--scale makes its own graphs: give it without graphs and --ratios")
     begin(asked.out)
     if asked.scale:
         _scale(asked)
@@ -291,13 +297,13 @@ def cells(
       time_limit: seconds of each solve; None for the solver's own.
     """
     load(Monitor())  # annealing is compiled first, and no solve's time goes into that
-    solvers, found = tuple(solvers), []
+    solvers, found = tuple(dict.fromkeys(solvers)), []
     for path in paths:
         graph = load_graph(path)
         peak = simulate(graph, range(len(graph))).peak
         print(f"{graph.name}: {len(graph)} nodes, {format_bytes(peak)} in the given order")
         for solver in solvers:
-            for budget in budgets or _from_floor_to(peak, graph):
+            for budget in dict.fromkeys(budgets or _from_floor_to(peak, graph)):
                 for seed in range(seeds if solver.partition(":")[0] in _SEEDED else 1):
                     key = f"{graph.fingerprint[:12]}-{solver}-{budget}-{seed}-{time_limit}"
                     file = folder / (re.sub(r"[^\w.%=-]", "_", key) + ".json")

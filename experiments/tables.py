@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import platform
 import re
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -56,10 +57,17 @@ def command(name: str, description: str | None) -> argparse.ArgumentParser:
 def ended(main: Callable[[], int | None]) -> int:
     """Runs an experiment; its exit status.
 
-    On Ctrl-C that is 130, and the results that are written by then stay.
+    Bad input (2) is one line.  On Ctrl-C it is 130, and the results that are written
+    by then stay; a signal to end means the same, so that no process is left behind.
     """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, signal.default_int_handler)
     try:
         return main() or 0
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
@@ -87,7 +95,46 @@ def remembered(path: Path, find: Callable[[], Mapping[str, Any]]) -> dict[str, A
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(find(), path)
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_result(path)
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A result that was kept.
+
+    Raises:
+      ValueError: naming the file, if it is damaged.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it to measure again") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is not a result; delete it to measure again")
+    return found
+
+
+def positive(text: str) -> float:
+    """A number above 0 on the command line."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
+def positive_int(text: str) -> int:
+    """A whole number above 0 on the command line; 16e9 is one."""
+    number = positive(text)
+    if number != int(number):
+        raise argparse.ArgumentTypeError(f"{text} is not whole")
+    return int(number)
+
+
+def proper_share(text: str) -> float:
+    """A share on the command line: above 0, and 1 at most."""
+    number = positive(text)
+    if number > 1:
+        raise argparse.ArgumentTypeError(f"{text} is above 1")
+    return number
 
 
 def given(value: float | None, form: str, unit: float = 1.0) -> str:

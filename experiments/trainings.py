@@ -25,7 +25,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from .process import Runner, Task
-from .tables import command, ended, write_csv
+from .tables import command, ended, positive_int, write_csv
 
 MODELS = ("gan", "vae", "siamese", "unet", "transformer", "lstm")
 
@@ -75,10 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the experiment; 1 if a training differed, went over its budget or broke down."""
     parser = command("trainings", __doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, metavar="NAME")
-    parser.add_argument("--steps", type=int, default=_STEPS)
+    parser.add_argument("--steps", type=positive_int, default=_STEPS)
     asked = parser.parse_args(arguments)
-    if asked.steps < 1:
-        parser.error("--steps must be at least 1")
     if importlib.util.find_spec("sklearn") is None:
         parser.error("the digits are scikit-learn's: pip install '.[experiments]'")
     runner = Runner(asked.out, "experiments.trainings_child", _TIMEOUT)

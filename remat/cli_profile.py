@@ -7,6 +7,7 @@ import importlib
 import inspect
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -85,7 +86,17 @@ def run(arguments: argparse.Namespace) -> int:
     from .price import price
     from .profiles.price import cross_validate, load_pricer
     from .profiles.table import load_table, save_table
+    from .solvers.files import check_writable
 
+    if arguments.output is not None:
+        if arguments.profile != "auto" and not Path(arguments.profile).is_file():
+            raise ValueError(
+                f"-o writes a table of measurements, and --profile {arguments.profile} measures "
+                "nothing"
+            )
+        check_writable(arguments.output)
+    if not 0 < arguments.time_limit < float("inf"):
+        raise ValueError(f"--time-limit {arguments.time_limit}: seconds above 0")
     if min(arguments.batch_size) < 1:
         raise ValueError(f"the batch size must be 1 or more, not {min(arguments.batch_size)}")
     for name in arguments.models:
@@ -136,14 +147,21 @@ def _show_progress(done: int, total: int, following: OpSignature) -> None:
 def _model(name: str, shape: tuple[int, ...] | None) -> keras.Model:
     import keras
 
+    make: Any
     module_name, colon, function_name = name.partition(":")
     if colon:
         try:
-            model = getattr(importlib.import_module(module_name), function_name)()
+            make = getattr(importlib.import_module(module_name), function_name)
         except (ImportError, AttributeError) as error:
             raise ValueError(f"{name}: there is no such function ({error})") from None
+        if not callable(make):
+            raise ValueError(f"{name} is a {type(make).__name__}, not a function")
+        parameters = inspect.signature(make).parameters.values()
+        if any(one.default is one.empty and one.kind < one.VAR_POSITIONAL for one in parameters):
+            raise ValueError(f"{name} takes arguments; give a function that takes none")
+        model = make()
     else:
-        make: Any = getattr(keras.applications, name.removeprefix("keras.applications."), None)
+        make = getattr(keras.applications, name.removeprefix("keras.applications."), None)
         if not inspect.isfunction(make):
             raise ValueError(
                 f"{name!r} is neither a model of keras.applications nor MODULE:FUNCTION"
@@ -169,6 +187,7 @@ def _training_step(
             sample = shape
         return tf.TensorSpec((batch_size, *sample), tensor.dtype)
 
+    inputs = tf.nest.map_structure(spec, _inputs(model))
     optimizer = keras.optimizers.Adam()
     optimizer.build(model.trainable_variables)
 
@@ -182,4 +201,19 @@ def _training_step(
         optimizer.apply_gradients(zip(gradients, weights, strict=True))
         return loss
 
-    return step, [tf.nest.map_structure(spec, model.input)]
+    return step, [inputs]
+
+
+def _inputs(model: keras.Model) -> Any:
+    """The nest of a model's symbolic inputs."""
+    import keras
+
+    if isinstance(model, keras.Sequential) and model.inputs:
+        return model.inputs[0]
+    try:
+        return model.input
+    except AttributeError:
+        raise ValueError(
+            f"{model.name} does not say what its input is: make it of keras.Input, as a "
+            "functional or Sequential model (remat.compile takes any, and measures it, too)"
+        ) from None

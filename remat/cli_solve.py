@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -119,8 +120,13 @@ def register(commands: Any) -> None:
 def _solve(arguments: argparse.Namespace) -> int:
     from .cli import DONE, INFEASIBLE, INTERRUPTED
     from .solvers import InfeasibleBudgetError, Plan, Status, load_graph, solve
+    from .solvers.files import check_writable
 
     graph = load_graph(arguments.graph)
+    if arguments.output is not None:
+        if os.path.realpath(arguments.output) == os.path.realpath(arguments.graph):
+            raise ValueError(f"-o {arguments.output} is the graph, which a plan would replace")
+        check_writable(arguments.output)
     start = None
     if arguments.warm_start is not None:
         start = Plan.load(arguments.warm_start, graph).schedule
@@ -136,7 +142,7 @@ def _solve(arguments: argparse.Namespace) -> int:
         "progress": report,
     }
     options = dict(map(_option, arguments.option))
-    for name in options.keys() & settings.keys():
+    for name in options.keys() & {"graph", "budget", *settings}:
         raise ValueError(f"--option {name}=... is not a setting of the solver alone")
     result = solve(graph, arguments.budget, **settings, **options)
     report.finish(result)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import glob
+import os
 import re
 import signal
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,30 +108,76 @@ def run(arguments: argparse.Namespace) -> int:
     from .sweep import Store, open_executor, sweep
 
     jobs = _jobs(arguments)
-    memory = None if arguments.memory is None else _bytes(arguments.memory, "--memory")
+    memory = None
+    if arguments.memory is not None:
+        memory = _bytes(arguments.memory, "--memory")
+        if memory < 1 or "%" in arguments.memory:
+            raise ValueError(f"--memory {arguments.memory}: bytes above 0, such as 4GiB")
     workers = available_processors() if arguments.workers is None else arguments.workers
     if workers < 1 or not arguments.timeout > 0:
         raise ValueError("--workers and --timeout must be above 0")
-    with closing(Store(arguments.store)) as store, _interrupted_by_sigterm():
-        if arguments.retry:
-            store.forget_failed(jobs)
-        with ProgressLine(None) as say, open_executor(arguments.scheduler, workers) as executor:
-            sweep(
-                jobs,
-                store,
-                executor,
-                Limits(memory, arguments.timeout),
-                lambda done, total: say.line(f"{done} of {total} jobs", done / total),
-            )
-        rows = store.rows()
+    _check_outputs(arguments)
     wanted = {job.key for job in jobs}
-    rows = [row for row in rows if row.key in wanted]
+    with closing(Store(arguments.store)) as store, _interrupted_by_sigterm():
+        try:
+            with ProgressLine(None) as say, open_executor(arguments.scheduler, workers) as executor:
+                sweep(
+                    jobs,
+                    store,
+                    executor,
+                    Limits(memory, arguments.timeout),
+                    lambda done, total: say.line(f"{done} of {total} jobs", done / total),
+                    arguments.retry,
+                )
+        except KeyboardInterrupt:
+            done = len(wanted & store.done())
+            print(
+                f"remat: stopped: {done} of {len(jobs)} jobs have a row in {arguments.store}; the "
+                "same command goes on",
+                file=sys.stderr,
+            )
+            raise
+        rows = [row for row in store.rows() if row.key in wanted]
     if arguments.plans is not None:
         _write_plans(rows, arguments.plans)
     if arguments.csv is not None:
         _write_csv(rows, arguments.csv)
     print(_summary(rows, arguments.store))
     return DONE
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Nothing that is written may replace what is read, and it must be possible to write it.
+
+    Raises:
+      ValueError, OSError: naming the option.
+    """
+    from .solvers.files import check_writable
+
+    if str(arguments.store) == ":memory:":
+        raise ValueError("--store is a file, which keeps the rows")
+    if arguments.csv is not None:
+        read = [arguments.store, *map(Path, _files(arguments.graphs))]
+        if os.path.realpath(arguments.csv) in map(os.path.realpath, read):
+            raise ValueError(f"--csv {arguments.csv} is the store or a graph, and would replace it")
+        check_writable(arguments.csv)
+    if arguments.plans is not None:
+        arguments.plans.mkdir(parents=True, exist_ok=True)
+
+
+def _files(patterns: Sequence[str]) -> list[str]:
+    """Those that the patterns match; a file's own name is one, whatever is in it.
+
+    Raises:
+      ValueError: if a pattern matches none.
+    """
+    files = []
+    for pattern in patterns:
+        found = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
+        if not found:
+            raise ValueError(f"--graphs {pattern!r} matches no file")
+        files += sorted(found)
+    return files
 
 
 @contextmanager
@@ -152,13 +200,11 @@ def _jobs(arguments: argparse.Namespace) -> list[Job]:
     from .sweep import SavedGraph, TracedModel, grid
 
     sources: list[Source] = []
-    for pattern in arguments.graphs:
-        found = sorted(glob.glob(pattern, recursive=True))
-        if not found:
-            raise ValueError(f"--graphs {pattern!r} matches no file")
-        sources += [SavedGraph.of(Path(path)) for path in found]
-    if arguments.models and arguments.input is None:
+    sources += [SavedGraph.of(Path(path)) for path in _files(arguments.graphs)]
+    if arguments.models and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", arguments.input or ""):
         raise ValueError("--models needs the shape of one input: --input 224,224,3")
+    if min(arguments.batches) < 1:
+        raise ValueError("--batches must be 1 or more")
     for model in arguments.models:
         if model.endswith(".keras"):
             raise ValueError(f"{model}: trace a saved model with remat trace; sweep its graph")
@@ -173,9 +219,16 @@ def _jobs(arguments: argparse.Namespace) -> list[Job]:
     if shared:
         raise ValueError(f"different graphs are called {', '.join(shared)}; rename their files")
     for budget in arguments.budgets:
-        _bytes(budget, "--budgets")
+        if _bytes(budget, "--budgets") >= 2**63:
+            raise ValueError(f"--budgets {budget}: more bytes than 64 bits can count")
     for solver in arguments.solvers:
-        load_method(solver.partition(":")[0])
+        name, *options = solver.split(":")
+        load_method(name)
+        if not all(re.fullmatch(r"\w+=.+", option) for option in options):
+            raise ValueError(f"--solvers {solver}: NAME[:OPTION=VALUE...], as openai:mode=speed")
+    limit = arguments.time_limit
+    if limit is not None and not 0 < limit < float("inf"):
+        raise ValueError(f"--time-limit {limit}: seconds above 0")
     if arguments.seeds < 1:
         raise ValueError("--seeds must be 1 or more")
     return grid(
@@ -193,16 +246,20 @@ def _bytes(text: str, option: str) -> int:
 
 
 def _write_plans(rows: list[Row], folder: Path) -> None:
-    """A file for each plan, named after its job."""
+    """A file for each plan, named after its job (and its key, where others have that name)."""
     import json
 
     from .solvers.files import write_json
 
-    folder.mkdir(parents=True, exist_ok=True)
-    for row in rows:
+    names = [
+        re.sub(r"[^\w%.=-]", "_", f"{row.graph}-{row.budget}-{row.solver}-{row.seed}")
+        for row in rows
+    ]
+    shared = {name for name, count in Counter(names).items() if count > 1}
+    for name, row in zip(names, rows, strict=True):
         if row.plan is not None:
-            name = f"{row.graph}-{row.budget}-{row.solver}-{row.seed}.plan.json"
-            write_json(json.loads(row.plan), folder / re.sub(r"[^\w%.=-]", "_", name))
+            own = f"{name}-{row.key[:8]}" if name in shared else name
+            write_json(json.loads(row.plan), folder / f"{own}.plan.json")
 
 
 def _write_csv(rows: list[Row], path: Path) -> None:

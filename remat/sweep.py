@@ -12,9 +12,11 @@ Only the process that runs the sweep writes the store.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
+import re
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
@@ -204,6 +206,8 @@ class Store:
                 jobs = f"jobs ({_COLUMNS}, PRIMARY KEY (key))"
                 for table in (jobs, "graphs (key PRIMARY KEY, name, document)"):
                     database.execute(f"CREATE TABLE IF NOT EXISTS {table}")
+        except sqlite3.OperationalError as error:  # no folder, a folder, another's lock
+            raise ValueError(f"the store {path} cannot be opened: {error}") from None
         except sqlite3.Error as error:
             raise ValueError(f"{path} is not a store of remat sweep: {error}") from None
 
@@ -211,26 +215,21 @@ class Store:
         """Closes the file."""
         self._database.close()
 
-    def done(self) -> set[str]:
-        """Keys of the jobs that have a row."""
-        return {key for (key,) in self._database.execute("SELECT key FROM jobs")}
+    def done(self, retry: bool = False) -> set[str]:
+        """Keys of the jobs that have a row; with ``retry``, one that is not a failure."""
+        found = self._database.execute("SELECT key, status FROM jobs")
+        return {key for key, status in found if not (retry and status == FAILED)}
 
     def rows(self) -> list[Row]:
         """All rows, in the order in which they came."""
         return [Row(*row) for row in self._database.execute(f"SELECT {_COLUMNS} FROM jobs")]
 
     def add(self, row: Row) -> None:
-        """Adds a row for good, unless the job has one."""
+        """Adds a row for good, unless the job has one that is not a failure."""
         marks = ", ".join("?" * len(fields(Row)))
         with self._writing() as database:
+            database.execute("DELETE FROM jobs WHERE key = ? AND status = ?", [row.key, FAILED])
             database.execute(f"INSERT OR IGNORE INTO jobs VALUES ({marks})", astuple(row))
-
-    def forget_failed(self, jobs: Iterable[Job]) -> None:
-        """Takes out the rows of those jobs that broke down, so that they are done again."""
-        with self._writing() as database:
-            database.executemany(
-                "DELETE FROM jobs WHERE key = ? AND status = ?", [(job.key, FAILED) for job in jobs]
-            )
 
     def graph(self, source: Source) -> bytes | None:
         """The graph that was traced for a source, if it was."""
@@ -282,6 +281,7 @@ def sweep(
     executor: Executor,
     limits: Limits,
     progress: Callable[[int, int], None] | None = None,
+    retry: bool = False,
 ) -> None:
     """Does the jobs that have no row in a store yet.
 
@@ -291,11 +291,12 @@ def sweep(
       executor: where jobs run.
       limits: what each job may take.
       progress: called with (jobs done, of how many) as they end.
+      retry: does those again, too, whose row is a failure; it stays until then.
 
     Raises:
       ConnectionError: if a cluster drops jobs.
     """
-    done = store.done()
+    done = store.done(retry)
     missing = [job for job in jobs if job.key not in done]
     finished = len(jobs) - len(missing)
 
@@ -337,7 +338,8 @@ def open_executor(scheduler: str | None, workers: int) -> Iterator[Executor]:
 
     Raises:
       ModuleNotFoundError: if Dask is asked for and not installed.
-      OSError: if the cluster does not answer.
+      ValueError: if the address is none.
+      OSError: if the cluster does not answer, or has no workers.
     """
     if scheduler is None:
         command.stop.clear()
@@ -355,7 +357,19 @@ def open_executor(scheduler: str | None, workers: int) -> Iterator[Executor]:
             f"a cluster needs Dask: pip install 'remat-tf[cluster]' ({error})"
         ) from None
     if scheduler != "local":
+        if not re.fullmatch(r"(tcp|tls|ucx|ws|wss)://.+:\d+", scheduler):
+            raise ValueError(
+                f"--scheduler {scheduler!r} is no address of a Dask scheduler, such as "
+                "tcp://10.0.0.1:8786"
+            )
         with Client(scheduler, set_as_default=False) as client:
+            try:
+                client.wait_for_workers(1, timeout=_PATIENCE)
+            except asyncio.TimeoutError:
+                raise ConnectionError(
+                    f"{scheduler} has no workers ({_PATIENCE:.0f} s waited): start some with "
+                    f"dask worker {scheduler}"
+                ) from None
             yield client.get_executor(pure=False)
         return
     with (
@@ -405,6 +419,10 @@ def _row(job: Job, ended: Ended) -> Row:
     found: dict[str, Any] = {}
     if not ended.reason:
         found = json.loads(ended.printed.splitlines()[-1])
+        beyond = [n for n, value in found.items() if isinstance(value, int) and value >= 2**63]
+        if beyond:
+            reason = f"{', '.join(beyond)} of {job.source.name} cannot be stored: beyond 64 bits"
+            return _row(job, replace(ended, reason=reason, output=None))
     return Row(
         key=job.key,
         graph=job.source.name,
@@ -414,13 +432,21 @@ def _row(job: Job, ended: Ended) -> Row:
         seed=job.seed,
         time_limit=job.time_limit,
         status=found.get("status", FAILED),
-        reason=ended.reason or (found["message"] if ended.output is None else ""),
+        reason=_named(ended.reason, job.source)
+        or (found["message"] if ended.output is None else ""),
         job_seconds=ended.seconds,
         host=ended.host,
         finished=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         budget_bytes=found.get("budget"),
         plan=None if ended.output is None else ended.output.decode(),
         **{name: found.get(name) for name in _FIGURES},
+    )
+
+
+def _named(reason: str, source: Source) -> str:
+    """A reason that speaks of the graph's own file, not of the job's copy of it."""
+    return reason.replace(
+        INPUT, str(source.path) if isinstance(source, SavedGraph) else source.name
     )
 
 

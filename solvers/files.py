@@ -16,8 +16,17 @@ def written(path: str | os.PathLike[str]) -> Iterator[TextIO]:
     """A text file to write into; what was at ``path`` stays whole until this is.
 
     It has a temporary name beside ``path``, and is renamed if nothing went wrong.
+    A link stays one; what is no file (a pipe, ``/dev/stdout``) is written to as it is.
+
+    Raises:
+      OSError: naming ``path``, if it cannot be written.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
+    check_writable(path)
+    if path.exists() and not path.is_file():
+        with path.open("w", encoding="utf-8", newline="") as file:
+            yield file
+        return
     descriptor, temporary = tempfile.mkstemp(
         dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
     )
@@ -31,6 +40,21 @@ def written(path: str | os.PathLike[str]) -> Iterator[TextIO]:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Checks early what can be known of a file that is written late.
+
+    Raises:
+      OSError: naming ``path``, if it is a folder or its folder is not there.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; give the name of a file")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK) and (path.is_file() or not path.exists()):
+        raise PermissionError(f"{path} cannot be written: {path.parent} is not yours to write to")
 
 
 def write_json(document: Mapping[str, Any], path: str | os.PathLike[str]) -> None:

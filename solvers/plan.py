@@ -111,6 +111,13 @@ class Plan:
             raise PlanError(f"peak is stated as {self.peak} bytes, but is {truth.peak}")
         if not math.isclose(truth.cost, self.cost, rel_tol=1e-9, abs_tol=1e-300):
             raise PlanError(f"cost is stated as {self.cost} seconds, but is {truth.cost}")
+        if self.peak > self.budget:
+            raise PlanError(f"the peak, {self.peak} bytes, is above the budget, {self.budget}")
+        overhead = truth.cost / graph.cost - 1 if graph.cost > 0 else 0.0
+        if not math.isclose(overhead, self.overhead, rel_tol=1e-6, abs_tol=1e-9):
+            raise PlanError(f"overhead is stated as {self.overhead}, but is {overhead}")
+        if self.lower_bound is not None and self.lower_bound > self.cost * (1 + 1e-9):
+            raise PlanError(f"lower_bound, {self.lower_bound}, is above the cost, {self.cost}")
 
     def to_json(self) -> dict[str, Any]:
         """The plan as a ``remat-plan/1`` document."""

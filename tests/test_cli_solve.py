@@ -70,6 +70,8 @@ def test_a_plan_is_written_shown_and_drawn(chain: Path, tmp_path: Path) -> None:
         (["{chain}", "--budget", "50%", "--solver", "magic"], "invalid choice"),
         (["{chain}", "--budget", "50%", "--option", "moves"], "NAME=VALUE"),
         (["{chain}", "--budget", "50%", "--option", "seed=3"], "--option seed"),
+        (["{chain}", "--budget", "50%", "--option", "budget=3"], "--option budget"),
+        (["{chain}", "--budget", "50%", "-o", "{chain}"], "is the graph"),
         (["{chain}", "--budget", "50%", "--option", "tempo=3"], "no option 'tempo'"),
     ],
 )
@@ -78,6 +80,34 @@ def test_bad_input_is_named_and_ends_with_2(
 ) -> None:
     done = remat("solve", *(a.format(chain=chain) for a in arguments), status=2)
     assert complaint in done.stderr
+
+
+def test_links_and_pipes_stay_what_they_are(chain: Path, tmp_path: Path) -> None:
+    link, plan = tmp_path / "link.json", tmp_path / "plan.json"
+    link.symlink_to(plan)
+    remat("solve", chain, "--budget", "50%", "-o", link)
+    assert link.is_symlink()
+    assert Plan.load(plan, load_graph(chain)) == Plan.load(link)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR)  # so that nobody waits for the other end
+    remat("solve", chain, "--budget", "50%", "-o", pipe)
+    assert pipe.is_fifo()
+    assert os.read(reader, 1 << 16).startswith(b'{"format": "remat-plan/1"')
+    os.close(reader)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("budget", 1), ("overhead", 0.001), ("lower_bound", 1e9)]
+)
+def test_false_figures_of_a_plan_are_found(
+    field: str, value: float, chain: Path, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    remat("solve", chain, "--budget", "50%", "-o", plan)
+    remat("show", plan, chain)
+    plan.write_text(json.dumps({**json.loads(plan.read_text()), field: value}))
+    assert field in remat("show", plan, chain, status=2).stderr
 
 
 def test_options_reach_the_solver(chain: Path) -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dags import unit_chain
 
-from experiments import measured_step
+from experiments import measured_step, solver_quality
 from experiments.measured_step import Row, table, targets
 from experiments.models import CASES, Case
 from experiments.process import Task, run
+from remat.solvers import save_graph
 
 SMALL = "SmallUNet"
 MIB = 2**20
@@ -79,6 +81,32 @@ def test_a_process_that_hangs_is_a_failure(tmp_path: Path) -> None:
     result = run(Task("plain", SMALL), timeout=0.2, log=tmp_path / "log")
     assert result["status"] == "failed"
     assert result["message"] == "still running after 0 s"
+
+
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    """Of graphs, budgets, folders, and results that were cut off."""
+    for name, batch in (("a", 4), ("b", 8)):
+        graph = unit_chain(batch, reads=2)
+        save_graph(replace(graph, name="same"), tmp_path / f"{name}.json")
+    one = [str(tmp_path / "a.json"), "--solvers", "griewank", "--out", str(tmp_path / "out")]
+
+    def complaint(*words: str) -> str:
+        command = [sys.executable, "-m", "experiments.solver_quality", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        return done.stderr
+
+    assert "different graphs of the name 'same'" in complaint(str(tmp_path / "b.json"), *one)
+    assert "nowhere.json" in complaint("nowhere.json", *one)
+    assert "'much' is not an amount" in complaint(*one, "--budgets", "much")
+    assert "0 is not above 0" in complaint(*one, "--time-limit", "0")
+    assert "/dev/null" in complaint(*one[:-1], "/dev/null/out")
+    assert "without graphs" in complaint(*one, "--scale")
+    assert solver_quality.main([*one, "--budgets", "80%"]) is None
+    (kept,) = (tmp_path / "out" / "cells").iterdir()
+    kept.write_text(kept.read_text()[:20])
+    assert f"{kept} is damaged" in complaint(*one, "--budgets", "80%")
 
 
 def test_nothing_is_hidden() -> None:

@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -48,7 +49,7 @@ def test_a_sweep_of_graph_files(graphs: Path, tmp_path: Path) -> None:
     printed = remat(*arguments).stdout
     assert printed.startswith("12 jobs:")
     assert "4 failed" in printed
-    assert "4 x exit status 2: input.json: not valid JSON" in printed
+    assert f"4 x exit status 2: {graphs}/broken.json: not valid JSON" in printed
 
     found = {(row.graph, row.budget, row.solver): row for row in rows(store)}
     assert len(found) == 12
@@ -102,6 +103,18 @@ def test_a_job_that_takes_too_much_is_a_row_that_says_so(graphs: Path, tmp_path:
         ({"--workers": "0"}, "must be above 0"),
         ({"--store": "{graphs}/chain6.json"}, "is not a store of remat sweep"),
         ({"--models": "ResNet50"}, "--models needs the shape"),
+        ({"--models": "ResNet50", "--input": "x"}, "--models needs the shape"),
+        ({"--batches": "0"}, "--batches must be 1 or more"),
+        ({"--csv": "{graphs}/s.sqlite"}, "is the store or a graph"),
+        ({"--csv": "{graphs}/chain6.json"}, "is the store or a graph"),
+        ({"--csv": "{graphs}/no/s.csv"}, "there is no folder"),
+        ({"--budgets": "9999999999TiB"}, "64 bits"),
+        ({"--memory": "5%"}, "--memory 5%"),
+        ({"--time-limit": "nan"}, "--time-limit nan"),
+        ({"--solvers": "openai:mode"}, "NAME[:OPTION=VALUE...]"),
+        ({"--scheduler": "nonsense"}, "no address of a Dask scheduler"),
+        ({"--store": ":memory:"}, "--store is a file"),
+        ({"--store": "{graphs}"}, "cannot be opened"),
     ],
 )
 def test_bad_input_is_named(
@@ -118,6 +131,43 @@ def test_bad_input_is_named(
     arguments = [word.format(graphs=graphs) for pair in pairs for word in pair]
     assert main(["sweep", *arguments]) == BAD_INPUT
     assert complaint in capsys.readouterr().err
+
+
+def test_what_failed_stays_until_it_is_done_again(graphs: Path, tmp_path: Path) -> None:
+    store, graph = tmp_path / "s.sqlite", graphs / "chain6.json"
+    arguments = ["sweep", "--graphs", graph, "--budgets", "60%", "--store", store, "--retry"]
+    remat(*arguments, "--memory", "1MiB")
+    failed = rows(store)
+    with contextlib.closing(Store(store)) as opened:
+        assert opened.done() == {failed[0].key}
+        assert opened.done(retry=True) == set()
+    assert rows(store) == failed
+    remat(*arguments, "--time-limit", 60)
+    assert [row.status for row in rows(store)] == ["failed", "optimal"]  # another time limit
+    remat(*arguments)
+    assert [row.status for row in rows(store)] == ["optimal", "optimal"]
+
+
+def test_plans_of_alike_names_are_kept_apart(graphs: Path, tmp_path: Path) -> None:
+    for length, name in ((9, "a b"), (10, "a_b"), (11, "w[1]")):
+        save_graph(unit_chain(length, reads=2), graphs / f"{name}.json")
+    files = [graphs / f"{name}.json" for name in ("a b", "a_b", "w[1]")]
+    arguments = ["--budgets", "60%", "--store", tmp_path / "s.sqlite", "--plans", tmp_path / "p"]
+    remat("sweep", "--graphs", *files, *arguments, "--solvers", "moments")
+    assert len(list((tmp_path / "p").iterdir())) == 3
+
+
+def test_a_figure_beyond_64_bits_is_one_failed_row(tmp_path: Path) -> None:
+    graph = unit_chain(6, reads=2)
+    nodes = (replace(graph.nodes[0], bytes=10**30), *graph.nodes[1:])
+    save_graph(replace(graph, nodes=nodes), tmp_path / "huge.json")
+    save_graph(unit_chain(6, reads=2), tmp_path / "good.json")
+    arguments = ["--budgets", "60%", "--store", tmp_path / "s.sqlite", "--solvers", "moments"]
+    remat("sweep", "--graphs", tmp_path / "*.json", *arguments)
+    found = {row.graph: row for row in rows(tmp_path / "s.sqlite")}
+    assert found["good"].status == "optimal"
+    assert found["huge"].status == "failed"
+    assert "64 bits" in found["huge"].reason
 
 
 def test_another_database_is_left_alone(graphs: Path, tmp_path: Path) -> None:
