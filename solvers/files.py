@@ -21,12 +21,12 @@ def written(path: str | os.PathLike[str]) -> Iterator[TextIO]:
     Raises:
       OSError: naming ``path``, if it cannot be written.
     """
-    path = Path(os.path.realpath(path))
     check_writable(path)
-    if path.exists() and not path.is_file():
-        with path.open("w", encoding="utf-8", newline="") as file:
+    if os.path.exists(path) and not os.path.isfile(path):
+        with open(path, "w", encoding="utf-8", newline="") as file:
             yield file
         return
+    path = Path(os.path.realpath(path))
     descriptor, temporary = tempfile.mkstemp(
         dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
     )
