@@ -50,8 +50,17 @@ def test_errors_of_prices_are_those_of_each_kind() -> None:
     assert "no table" in errors_of_prices({"status": "failed", "message": "no table"})
 
 
-def test_a_share_must_be_one(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--shares", "1.5"], ["--runs", "0"]):
-        with pytest.raises(SystemExit):
-            predictions.main(arguments)
-    assert "--shares must be in (0, 1]" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--shares", "1.5"], "--shares: 1.5 is above 1"),
+        (["--shares", "0"], "--shares: 0 is not above 0"),
+        (["--runs", "0"], "--runs: 0 is not above 0"),
+    ],
+)
+def test_arguments_are_checked_first(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        predictions.main(arguments)
+    assert complaint in capsys.readouterr().err
