@@ -6,7 +6,6 @@ import argparse
 import csv
 import datetime
 import importlib.metadata
-import json
 import platform
 import re
 import signal
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from remat.solvers.files import write_json, written
+from remat.solvers.files import read_json, write_json, written
 from remat.solvers.solving import available_processors
 
 
@@ -105,9 +104,9 @@ def read_result(path: Path) -> dict[str, Any]:
       ValueError: naming the file, if it is damaged.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path, ValueError)
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); delete it to measure again") from None
+        raise ValueError(f"{path} is damaged; delete it to measure again ({error})") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} is not a result; delete it to measure again")
     return found

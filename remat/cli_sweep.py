@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     workers = available_processors() if arguments.workers is None else arguments.workers
     if workers < 1 or not arguments.timeout > 0:
         raise ValueError("--workers and --timeout must be above 0")
-    _check_outputs(arguments)
+    _check_outputs(arguments, jobs)
     wanted = {job.key for job in jobs}
     with closing(Store(arguments.store)) as store, _interrupted_by_sigterm():
         try:
@@ -146,19 +146,20 @@ def run(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _check_outputs(arguments: argparse.Namespace) -> None:
+def _check_outputs(arguments: argparse.Namespace, jobs: Sequence[Job]) -> None:
     """Nothing that is written may replace what is read, and it must be possible to write it.
 
     Raises:
       ValueError, OSError: naming the option.
     """
     from .solvers.files import check_writable
+    from .sweep import SavedGraph
 
     if str(arguments.store) == ":memory:":
         raise ValueError("--store is a file, which keeps the rows")
     if arguments.csv is not None:
-        read = [arguments.store, *map(Path, _files(arguments.graphs))]
-        if os.path.realpath(arguments.csv) in map(os.path.realpath, read):
+        read = {job.source.path for job in jobs if isinstance(job.source, SavedGraph)}
+        if os.path.realpath(arguments.csv) in map(os.path.realpath, [arguments.store, *read]):
             raise ValueError(f"--csv {arguments.csv} is the store or a graph, and would replace it")
         check_writable(arguments.csv)
     if arguments.plans is not None:

@@ -82,7 +82,8 @@ class _AllReduce:
 
         ``options`` are hints for communication and have no effect.
         """
-        mean = tf.distribute.ReduceOp(_upper(reduce_op)) == tf.distribute.ReduceOp.MEAN
+        if isinstance(reduce_op, str):
+            reduce_op = tf.distribute.ReduceOp(reduce_op.upper())
         for leaf in tf.nest.flatten(value):
             if isinstance(leaf, tf.IndexedSlices):
                 raise ValueError("replicas of a planned step cannot add up sparse values")
@@ -90,7 +91,7 @@ class _AllReduce:
         @tf.custom_gradient
         def added_up(tensor: tf.Tensor) -> Any:
             total = self._meet(tensor)
-            if mean:
+            if reduce_op == tf.distribute.ReduceOp.MEAN:
                 total /= tf.cast(self._replicas, total.dtype)
             # What one gives goes to all, so that all give it back.
             return total, lambda gradient: self(reduce_op, gradient)
@@ -113,7 +114,3 @@ class _AllReduce:
             )
         self._meetings.append(total.op)
         return total
-
-
-def _upper(reduce_op: Any) -> Any:
-    return reduce_op.upper() if isinstance(reduce_op, str) else reduce_op

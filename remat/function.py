@@ -197,8 +197,6 @@ class Function:
             key = (call.key, self._traced_for)
         replica = tf.distribute.get_replica_context()
         if replica is not None:  # each replica has variables of its own
-            if replica.num_replicas_in_sync > 1:
-                step = collectives.planned_apart(step, self._number)
             key = (key, int(tf.get_static_value(replica.replica_id_in_sync_group)))
         if key not in self._compiled:
             if tf.inside_function():
@@ -208,6 +206,8 @@ class Function:
                 )
             with self._lock:  # a second thread with this signature waits for the plan
                 if key not in self._compiled:
+                    if replica is not None and replica.num_replicas_in_sync > 1:
+                        step = collectives.planned_apart(step, self._number)
                     self._compiled[key] = CompiledStep(
                         step,
                         signature,

@@ -417,12 +417,15 @@ def _document(source: Source, store: Store) -> bytes:
 def _row(job: Job, ended: Ended) -> Row:
     """What a job's command gave, or why it gave nothing."""
     found: dict[str, Any] = {}
-    if not ended.reason:
+    reason, plan = _named(ended.reason, job.source), ended.output
+    if not reason:
         found = json.loads(ended.printed.splitlines()[-1])
         beyond = [n for n, value in found.items() if isinstance(value, int) and value >= 2**63]
         if beyond:
             reason = f"{', '.join(beyond)} of {job.source.name} cannot be stored: beyond 64 bits"
-            return _row(job, replace(ended, reason=reason, output=None))
+            found, plan = {}, None
+        elif plan is None:
+            reason = found["message"]
     return Row(
         key=job.key,
         graph=job.source.name,
@@ -432,13 +435,12 @@ def _row(job: Job, ended: Ended) -> Row:
         seed=job.seed,
         time_limit=job.time_limit,
         status=found.get("status", FAILED),
-        reason=_named(ended.reason, job.source)
-        or (found["message"] if ended.output is None else ""),
+        reason=reason,
         job_seconds=ended.seconds,
         host=ended.host,
         finished=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         budget_bytes=found.get("budget"),
-        plan=None if ended.output is None else ended.output.decode(),
+        plan=None if plan is None else plan.decode(),
         **{name: found.get(name) for name in _FIGURES},
     )
 
