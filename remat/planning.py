@@ -323,26 +323,31 @@ def make_plan(
         raise infeasible(prepared, budget, least)
     if interrupted:
         return planned
-    try:
-        return search(
-            planned.target,
-            time_limit=time_limit,
-            rounds=_FEW_ROUNDS,
-            start=leanest.schedule,
-            bound=failed.bound,
-        )
-    except _NoPlanError:
-        return planned
+    return _between(
+        prepared,
+        planned,
+        failed.target,
+        budget,
+        ceiling,
+        solver=solver,
+        time_limit=time_limit,
+        seed=seed,
+        bound=failed.bound,
+        progress=progress,
+    )
 
 
 class _NoPlanError(Exception):
     """No plan was found; a budget of ``estimate`` may be enough.  ``bound`` is for the budget
-    that was asked for."""
+    that was asked for, ``target`` the lowest with a schedule, whose plan is too large."""
 
-    def __init__(self, estimate: int, bound: float | None, interrupted: bool) -> None:
+    def __init__(
+        self, estimate: int, bound: float | None, target: int, *, interrupted: bool = False
+    ) -> None:
         super().__init__(estimate)
         self.estimate = estimate
         self.bound = bound
+        self.target = target
         self.interrupted = interrupted
 
 
@@ -425,6 +430,50 @@ def _limited(pool: Pool, budget: int) -> Pool:
     return replace(pool, layout=layout, quiet=pool.quiet or pool.layout is None)
 
 
+def _between(
+    prepared: Prepared,
+    planned: Planned,
+    high: int,
+    budget: int,
+    ceiling: int,
+    *,
+    solver: str | Method,
+    time_limit: float,
+    seed: int,
+    bound: float | None,
+    progress: Callable[[Result], None] | None,
+) -> Planned:
+    """Looks for a cheaper plan than one that fits, but is far too lean: its target is halved
+    the way to ``high``, where plans were too large.  The arguments are those of ``make_plan``."""
+    best, low = planned, planned.target
+    for number in range(_FEW_ROUNDS):
+        last = number == _FEW_ROUNDS - 1
+        target = low if last and best is planned else max(low, (low + high) // 2)
+        result = solve(
+            prepared.extraction.graph,
+            target,
+            solver=solver,
+            time_limit=time_limit,
+            max_gap=_MAX_GAP,
+            seed=seed + number,
+            start=best.plan.schedule,
+            progress=progress,
+        )
+        found = _follow(prepared, result, budget, ceiling, seed + number, bound)
+        fits = found.needed <= ceiling
+        if fits and found.plan.cost < best.plan.cost:
+            best = found
+        if result.status is Status.INTERRUPTED:
+            break
+        if fits:
+            low = target
+        else:
+            high = min(target, result.peak or target)
+        if best is not planned and high - low < _LEAST_STEP * high:
+            break
+    return best
+
+
 def _search(
     prepared: Prepared,
     budget: int,
@@ -437,7 +486,6 @@ def _search(
     seed: int,
     progress: Callable[[Result], None] | None,
     start: Sequence[int] | None = None,
-    bound: float | None = None,
 ) -> Planned:
     """Solves for a target, and then for lower and lower ones, at most ``rounds`` times,
     until the prediction fits; the other arguments are those of ``make_plan``.
@@ -450,15 +498,19 @@ def _search(
     """
     graph = prepared.extraction.graph
     planned = None
+    bound: float | None = None  # of the first target
     fitting: Planned | None = None  # while it gets more time
     needed = []  # by the plans that did not fit
+    used = target  # by the latest of their schedules
     hopeless = 0  # the highest target that nothing was found for
     for number in range(rounds):
+        # Where a short search found nothing, none was long enough.
+        long = number == 0 or fitting or hopeless
         result = solve(
             graph,
             target,
             solver=solver,
-            time_limit=time_limit if number == 0 or fitting else _AGAIN * time_limit,
+            time_limit=time_limit if long else _AGAIN * time_limit,
             max_gap=_MAX_GAP,
             seed=seed + number,
             start=start,
@@ -468,9 +520,12 @@ def _search(
         if result.schedule is None:
             if planned is None:
                 interrupted = result.status is Status.INTERRUPTED
-                raise _NoPlanError(result.least_budget + budget - target, bound, interrupted)
+                estimate = result.least_budget + budget - target
+                raise _NoPlanError(estimate, bound, target, interrupted=interrupted)
             hopeless = max(hopeless, target)
-            target = (hopeless + planned.target) // 2
+            if used - hopeless < _LEAST_STEP * used:
+                break
+            target = (hopeless + used) // 2
             continue
         start = result.schedule
         planned = _follow(prepared, result, budget, ceiling, seed + number, bound)
@@ -492,10 +547,12 @@ def _search(
         step = min(_LARGEST_STEP, max(_LEAST_STEP, planned.needed / ceiling - 1))
         step = step if number < _PATIENCE else _LARGEST_STEP
         used = min(target, result.peak or target)
+        if used - hopeless < _LEAST_STEP * used:
+            break
         target = int(used * (1 - step))
         if target <= hopeless:
             target = (hopeless + used) // 2
-    raise _NoPlanError(min(needed) + budget - ceiling, bound, False)
+    raise _NoPlanError(min(needed) + budget - ceiling, bound, used)
 
 
 def _margin(budget: int, pool: Pool) -> int:
