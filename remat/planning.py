@@ -10,7 +10,6 @@ the prediction fits.
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
 import io
 import os
@@ -55,7 +54,7 @@ _UNPLACED_MARGIN = 0.015  # ... and where the allocator chooses the places, ...
 _LEAST_MARGIN = 0.03, 2**19  # ... at least the lower of this share and these bytes
 _SHOWN = 4  # kinds of operations that a summary names
 _ROUNDS = 16  # solves, at most, until the prediction fits ...
-_FEW_ROUNDS = 4  # ... from a schedule that fits
+_FEW_ROUNDS = 4  # ... between the leanest plan and those too large
 _FIRST, _AGAIN = 1 / 2, 1 / 4  # time limit of the first solve / usual one, of others / first
 _LONGEST = 7.5  # seconds of the first solve
 _MAX_GAP = 0.002  # points that are not worth more seconds of compiling
@@ -303,12 +302,19 @@ def make_plan(
         ready()  # what is compiled once must not cost this plan its time
     if ceiling is None:
         ceiling = budget - _margin(budget, prepared.pool)
-    search = functools.partial(
-        _search, prepared, budget, ceiling, solver=solver, seed=seed, progress=progress
-    )
     target = max(1, ceiling - _idle(prepared.pool))
     try:
-        return search(target, time_limit=time_limit, rounds=_ROUNDS, start=start)
+        return _search(
+            prepared,
+            budget,
+            ceiling,
+            target,
+            solver=solver,
+            time_limit=time_limit,
+            seed=seed,
+            progress=progress,
+            start=start,
+        )
     except _NoPlanError as problem:
         failed = problem
     if failed.interrupted:
@@ -443,8 +449,9 @@ def _between(
     bound: float | None,
     progress: Callable[[Result], None] | None,
 ) -> Planned:
-    """Looks for a cheaper plan than one that fits, but is far too lean: its target is halved
-    the way to ``high``, where plans were too large.  The arguments are those of ``make_plan``."""
+    """Looks for a cheaper plan than the leanest one, which fits: by bisection between its
+    target and ``high``, for which plans were too large.  The other arguments are those of
+    ``make_plan``."""
     best, low = planned, planned.target
     for number in range(_FEW_ROUNDS):
         last = number == _FEW_ROUNDS - 1
@@ -459,6 +466,9 @@ def _between(
             start=best.plan.schedule,
             progress=progress,
         )
+        if result.schedule is None:
+            high = target
+            continue
         found = _follow(prepared, result, budget, ceiling, seed + number, bound)
         fits = found.needed <= ceiling
         if fits and found.plan.cost < best.plan.cost:
@@ -482,12 +492,11 @@ def _search(
     *,
     solver: str | Method,
     time_limit: float,
-    rounds: int,
     seed: int,
     progress: Callable[[Result], None] | None,
     start: Sequence[int] | None = None,
 ) -> Planned:
-    """Solves for a target, and then for lower and lower ones, at most ``rounds`` times,
+    """Solves for a target, and then for lower and lower ones, at most ``_ROUNDS`` times,
     until the prediction fits; the other arguments are those of ``make_plan``.
 
     A plan that fits, but is far from the bound since its solve was short, gets as
@@ -503,7 +512,7 @@ def _search(
     needed = []  # by the plans that did not fit
     used = target  # by the latest of their schedules
     hopeless = 0  # the highest target that nothing was found for
-    for number in range(rounds):
+    for number in range(_ROUNDS):
         # Where a short search found nothing, none was long enough.
         long = number == 0 or fitting or hopeless
         result = solve(
@@ -537,7 +546,7 @@ def _search(
         if fits:
             gap = planned.plan.gap
             wide = gap is not None and gap > _WIDE_GAP
-            if not (wide and 0 < number < rounds - 1):
+            if not (wide and 0 < number < _ROUNDS - 1):
                 return planned
             fitting = planned
             continue
