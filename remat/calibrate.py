@@ -23,7 +23,7 @@ class Corrections:
     """What to believe about kernels instead.
 
     Attributes:
-      takes_over: by type of operation, whether output 0 takes over the buffer of
+      takes_over: by type of operation, whether an output takes over the buffer of
         an input of its size.
       workspace: by operation, bytes of scratch memory.
     """
@@ -43,7 +43,7 @@ class Corrections:
         if op.kind is not Kind.PURE or op.type not in self.takes_over or not op.bytes:
             return op
         sizes = [program.ops[source].bytes[number] for source, number in op.inputs]
-        slots = [slot for slot, size in enumerate(sizes) if size == op.bytes[0]]
+        slots = [slot for slot, size in enumerate(sizes) if size == op.bytes[op.forwarded]]
         return replace(op, forwards=tuple(slots) if self.takes_over[op.type] else ())
 
 
@@ -92,13 +92,13 @@ def compare(
         if found == expected:
             continue
         missing, extra = expected - found, found - expected
-        first = op.bytes[0]
-        if missing[first] and op.kind is Kind.PURE:
+        size = op.bytes[op.forwarded]
+        if missing[size] and op.kind is Kind.PURE:
             takes_over[op.type].add(True)
-            missing[first] -= 1
-        elif extra[first] and op.forwards:
+            missing[size] -= 1
+        elif extra[size] and op.forwards:
             takes_over[op.type].add(False)
-            extra[first] -= 1
+            extra[size] -= 1
         if extra.total() or missing.total():
             # An output that is not there either was never asked for by anyone.
             outputs = sum(size for size in op.bytes if size >= GRAIN and expected[size])

@@ -119,7 +119,7 @@ def register(commands: Any) -> None:
 
 def _solve(arguments: argparse.Namespace) -> int:
     from .cli import DONE, INFEASIBLE, INTERRUPTED
-    from .solvers import InfeasibleBudgetError, Plan, Status, load_graph, solve
+    from .solvers import InfeasibleBudgetError, Plan, PlanError, Status, load_graph, solve
     from .solvers.files import check_writable
 
     graph = load_graph(arguments.graph)
@@ -129,7 +129,11 @@ def _solve(arguments: argparse.Namespace) -> int:
         check_writable(arguments.output)
     start = None
     if arguments.warm_start is not None:
-        start = Plan.load(arguments.warm_start, graph).schedule
+        # Costs and resident bytes may have been measured anew since.
+        plan = Plan.load(arguments.warm_start)
+        if plan.graph != graph.fingerprint:
+            raise PlanError(f"{arguments.warm_start}: the plan was made for another graph")
+        start = plan.schedule
     report = _Report(graph, arguments.output, arguments.log == "json")
     settings: dict[str, Any] = {
         "solver": arguments.solver,
@@ -142,7 +146,7 @@ def _solve(arguments: argparse.Namespace) -> int:
         "progress": report,
     }
     options = dict(map(_option, arguments.option))
-    for name in options.keys() & {"graph", "budget", *settings}:
+    for name in options.keys() & {"graph", "budget", "max_gap", *settings}:
         raise ValueError(f"--option {name}=... is not a setting of the solver alone")
     result = solve(graph, arguments.budget, **settings, **options)
     report.finish(result)

@@ -467,7 +467,7 @@ def _extra(
         roots = [buffer.get(heavy.root[source]) for source in op.inputs]
         for output, size in enumerate(op.bytes):
             tensor: Tensor = (index, output)
-            candidates = [roots[slot] for slot in op.forwards] if output == 0 else []
+            candidates = [roots[slot] for slot in op.forwards] if output == op.forwarded else []
             taken = next(
                 (
                     root

@@ -11,6 +11,7 @@ each loop becomes one operation again, of the very operations that are left.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,18 @@ def _rename(graph_def: graph_pb2.GraphDef, old: str, new: str) -> None:
             called = node.attr["f"].func.name if node.op.endswith("PartitionedCall") else node.op
             if called in functions:
                 waiting.append(functions.pop(called).node_def)
+
+
+def one_turn_at_a_time(graph_def: graph_pb2.GraphDef) -> None:
+    """Has every loop, those inside functions included, end a turn before the next begins.
+
+    TensorFlow lets up to 32 turns overlap where they do not wait for each other.
+    How many do is chance, and each holds memory of its own; the values are the same.
+    """
+    functions = (function.node_def for function in graph_def.library.function)
+    for node in itertools.chain(graph_def.node, *functions):
+        if "parallel_iterations" in node.attr:  # of loops, whole or in pieces
+            node.attr["parallel_iterations"].i = 1
 
 
 @dataclass(frozen=True)

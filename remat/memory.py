@@ -63,7 +63,7 @@ class Requests:
       taken: for each event, the requests that it makes, in order.
       given: for each event, the requests that are given back once it has run.
       kept: the requests that hold what the step returns.
-      taken_over: for each event, the input whose buffer its first output takes
+      taken_over: for each event, the input whose buffer one of its outputs takes
         over; None if none.
     """
 
@@ -252,10 +252,12 @@ def requests(program: Program, events: Sequence[Event], workspace: Mapping[int, 
             scratch = take(extra) if first else []
             outputs = []
             slot = _taken_over(op, event, buffers)
-            if slot is not None:
-                source, number = event.inputs[slot]
-                outputs.append(buffers[source][number])
-            outputs += [_Buffer(size, take(size)) for size in op.bytes[len(outputs) :]]
+            for output, size in enumerate(op.bytes):
+                if slot is not None and output == op.forwarded:
+                    source, number = event.inputs[slot]
+                    outputs.append(buffers[source][number])
+                else:
+                    outputs.append(_Buffer(size, take(size)))
             scratch += take(extra) if not first else []
             if index in until:
                 kept_scratch.setdefault(until[index], []).extend(scratch)
@@ -309,10 +311,14 @@ def _references(program: Program, events: Sequence[Event]) -> list[list[int]]:
 
 
 def _taken_over(op: Op, event: Event, buffers: Sequence[Sequence[_Buffer]]) -> int | None:
-    """The input whose buffer the first output takes over, if there is one."""
+    """The input whose buffer an output takes over, if there is one."""
     for slot in op.forwards:
         source, number = event.inputs[slot]
         buffer = buffers[source][number]
-        if buffer.references == 1 and not buffer.resident and buffer.bytes == op.bytes[0]:
+        if (
+            buffer.references == 1
+            and not buffer.resident
+            and buffer.bytes == op.bytes[op.forwarded]
+        ):
             return slot
     return None

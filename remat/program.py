@@ -49,7 +49,8 @@ class Op:
         before it (only for ``ONCE`` and ``READ`` operations).
       bytes: of each output.
       shapes, dtypes: of each output.
-      forwards: inputs whose buffer output 0 may take over, in the order tried.
+      forwards: inputs whose buffer an output may take over, in the order tried.
+      forwarded: that output.
       resource: for ``READ``, the ``ARGUMENT`` that holds the variable.
     """
 
@@ -62,6 +63,7 @@ class Op:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[tf.DType, ...]
     forwards: tuple[int, ...] = ()
+    forwarded: int = 0
 
     @property
     def resource(self) -> int:
@@ -285,8 +287,8 @@ _BINARY = [
     "SoftplusGrad",
     "SoftsignGrad",
 ]
-# Which inputs' buffers TensorFlow's kernels try to reuse for output 0, when
-# nobody else holds them (OpKernelContext::forward_input_or_allocate_output).
+# Which inputs' buffers TensorFlow's kernels try to reuse for an output, when
+# nobody else holds them (OpKernelContext::forward_input_or_allocate_output) ...
 _FORWARDS: dict[str, tuple[int, ...]] = {
     **{name: (0,) for name in _UNARY if name not in ("ZerosLike", "OnesLike", "Cumsum")},
     **{name: (0, 1) for name in _BINARY},
@@ -294,7 +296,11 @@ _FORWARDS: dict[str, tuple[int, ...]] = {
     "SelectV2": (1, 2),
     "FusedBatchNormV3": (0,),
     "_UnaryOpsComposition": (0,),
+    "SoftmaxCrossEntropyWithLogits": (0,),
+    "SparseSoftmaxCrossEntropyWithLogits": (0,),
 }
+# ... and for which output, if that is not the first: the gradient, beside the loss.
+_FORWARDED = {"SoftmaxCrossEntropyWithLogits": 1, "SparseSoftmaxCrossEntropyWithLogits": 1}
 
 # One output, computed element by element from inputs of its shape (or smaller).
 ELEMENTWISE = frozenset([*_UNARY, *_BINARY, "AddN", "Select", "SelectV2", "Cast"]) - {
@@ -413,6 +419,7 @@ def build(trace: Trace) -> Program:
                 shapes=tuple(shapes[tensor.name] for tensor in operation.outputs),
                 dtypes=tuple(tensor.dtype for tensor in operation.outputs),
                 forwards=_forwards(operation, kind),
+                forwarded=_FORWARDED.get(operation.type, 0),
             ),
             definitions[name],
         )
@@ -515,7 +522,7 @@ def _forwards(operation: tf.Operation, kind: Kind) -> tuple[int, ...]:
         candidates: Iterable[int] = range(len(operation.inputs))
     else:
         candidates = _FORWARDS.get(operation.type, ())
-    output = operation.outputs[0]
+    output = operation.outputs[_FORWARDED.get(operation.type, 0)]
     return tuple(
         index
         for index in candidates

@@ -113,6 +113,7 @@ def trace(
         if node.op in _UNINFERABLE and node.name in nodes:
             node.attr[_SHAPES].CopyFrom(nodes[node.name].attr[_SHAPES])
     _bypass_loops(optimised)
+    loops.one_turn_at_a_time(optimised)
     _rename_functions(optimised)
 
     return Trace(

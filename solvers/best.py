@@ -35,6 +35,8 @@ class Best:
         self.offered += 1
         if result.cost > dearest_cost(problem):
             return
+        if problem.budget < result.peak < self.least_peak:
+            self._monitor.found(schedule)  # the least budget known
         self.least_peak = min(self.least_peak, result.peak)
         key: tuple[float, float] = (result.cost, result.peak)
         if problem.minimize == "peak":

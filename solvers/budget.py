@@ -19,6 +19,12 @@ _UNITS = {
     "TIB": 2**40,
 }
 
+# Commas only between thousands: elsewhere "1,5" is one and a half.
+_AMOUNT = (
+    r"\s*([0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?|[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)"
+    r"\s*([A-Za-z]*|%)\s*"
+)
+
 
 def parse_budget(budget: int | float | str, plain_peak: int) -> int:
     """A budget in bytes.
@@ -39,7 +45,7 @@ def parse_budget(budget: int | float | str, plain_peak: int) -> int:
       (500, 2048, 250)
     """
     if isinstance(budget, str):
-        match = re.fullmatch(r"\s*([0-9][0-9_,]*\.?[0-9]*|\.[0-9]+)\s*([A-Za-z]*|%)\s*", budget)
+        match = re.fullmatch(_AMOUNT, budget)
         unit = match[2].upper() if match else ""
         if match is None or (unit != "%" and unit not in _UNITS):
             raise ValueError(

@@ -120,7 +120,7 @@ def _candidates(problem: Problem, training: Training) -> Iterator[tuple[int, ...
         "linearised": lambda: training.forward,
     }
     asked = problem.options.get("generalisation")
-    if asked is not None and asked not in choices:
+    if asked is not None and asked not in list(choices):
         raise ValueError(f"generalisation is one of {', '.join(choices)}; not {asked!r}")
     for name, candidates in choices.items():
         if asked in (None, name):

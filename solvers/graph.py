@@ -32,7 +32,9 @@ from .files import read_json, write_json
 
 FORMAT = "remat-graph/1"
 
-_DEAREST = 1e200  # seconds of a node: sums stay finite
+_DEAREST = 1e200  # seconds of a node: sums stay finite ...
+_CHEAPEST = 1e-305  # ... and shares of them, too
+_LARGEST = 10**100  # bytes that a float holds
 
 
 class GraphError(ValueError):
@@ -183,7 +185,7 @@ class Graph:
             nodes=nodes,
             edges=_pairs(document["edges"], "edges"),
             resident=document.get("resident", 0),
-            outputs=tuple(_list(document.get("outputs", []), "outputs")),
+            outputs=_indices(document.get("outputs", [])),
             order=_pairs(document.get("order", []), "order"),
         )
 
@@ -233,11 +235,17 @@ def _check(graph: Graph) -> None:
             value = getattr(node, key)
             if not _is_integer(value) or value < 0:
                 raise GraphError(f"{where}: {key} must be a whole number >= 0, not {value!r}")
+            if value > _LARGEST:
+                raise GraphError(f"{where}: {key} has {value.bit_length()} bits, too many")
         for key in ("recomputable", "backward"):
             if not isinstance(getattr(node, key), bool):
                 raise GraphError(f"{where}: {key} must be true or false")
-    if not _is_integer(graph.resident) or graph.resident < 0:
-        raise GraphError(f"resident must be a whole number >= 0, not {graph.resident!r}")
+    if 0 < graph.cost < _CHEAPEST:
+        raise GraphError(
+            f"the costs add up to {graph.cost}, too little to compare; write them in another unit"
+        )
+    if not _is_integer(graph.resident) or not 0 <= graph.resident <= _LARGEST:
+        raise GraphError(f"resident must be a whole number >= 0, not {graph.resident!r:.40}")
     for index in graph.outputs:
         if not _is_integer(index) or not 0 <= index < count:
             raise GraphError(f"outputs: {index!r} is not a node (there are {count})")
@@ -273,6 +281,13 @@ def _list(value: Any, what: str) -> Sequence[Any]:
     if not isinstance(value, list):
         raise GraphError(f"{what} must be a list, not {type(value).__name__}")
     return value
+
+
+def _indices(value: Any) -> tuple[int, ...]:
+    for entry in _list(value, "outputs"):
+        if not _is_integer(entry):
+            raise GraphError(f"outputs: {entry!r} is not the index of a node")
+    return tuple(value)
 
 
 def _pairs(value: Any, what: str) -> tuple[tuple[int, int], ...]:

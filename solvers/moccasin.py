@@ -61,6 +61,7 @@ from .schedule import simulate
 
 _COSTS = 10**7  # units in the cost of running every node once
 _OVERFLOW = 2**60  # bytes x moments that CP-SAT can count with room to spare
+_MOST_COPIES = 8  # the program has a constraint for each pair of copies and edge
 _TICK = 0.05  # seconds between looks at the monitor
 
 
@@ -68,17 +69,19 @@ def moccasin(problem: Problem, monitor: Monitor) -> Outcome:
     """Retention intervals by CP-SAT.
 
     Options:
-      copies: C, how often a node may run; at least 1.
+      copies: C, how often a node may run; 1 to 8.
 
     Raises:
       ModuleNotFoundError: if OR-tools is not installed.
       RuntimeError: if TensorFlow is loaded in this process.
-      ValueError: if ``copies`` is not a whole number >= 1.
+      ValueError: if ``copies`` is not such a number.
     """
     check_options(problem, "copies")
     copies = problem.options.get("copies", 2)
-    if not isinstance(copies, int) or copies < 1:
-        raise ValueError(f"copies is {copies!r}; it must be a whole number >= 1")
+    if not isinstance(copies, int) or isinstance(copies, bool) or not 1 <= copies <= _MOST_COPIES:
+        raise ValueError(
+            f"copies is {copies!r}; it must be a whole number from 1 to {_MOST_COPIES}"
+        )
     if "tensorflow" in sys.modules:
         # Both carry their own copy of the same C++ libraries: a segmentation fault.
         raise RuntimeError(
@@ -266,7 +269,9 @@ class _Search:
         """Minimises the program's objective; returns CP-SAT's status."""
         solver = self._cp_model.CpSolver()
         solver.parameters.num_workers = self._problem.workers
-        solver.parameters.random_seed = self._problem.seed
+        # Signals are the caller's: CP-SAT's own handler ends the process.
+        solver.parameters.catch_sigint_signal = False
+        solver.parameters.random_seed = self._problem.seed % 2**31
         if self._monitor.remaining() < math.inf:
             solver.parameters.max_time_in_seconds = self._monitor.remaining()
         with ThreadPoolExecutor(1) as pool:

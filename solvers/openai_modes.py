@@ -100,7 +100,10 @@ def _dear(training: Training) -> frozenset[int]:
 
 
 def _named(graph: Graph, names: Sequence[str]) -> frozenset[int]:
-    wanted = set(names.split(",") if isinstance(names, str) else names)
+    listed = names.split(",") if isinstance(names, str) else names
+    if not isinstance(listed, Sequence) or not all(isinstance(name, str) for name in listed):
+        raise ValueError(f"names is {names!r}; it must be a list of nodes' names")
+    wanted = set(listed)
     unknown = wanted - {node.name for node in graph.nodes}
     if unknown or not wanted:
         raise ValueError(

@@ -14,6 +14,7 @@ left out; ``lower_bound`` and ``gap`` may be null.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import math
 import os
@@ -212,9 +213,11 @@ def _field(document: Mapping[str, Any], key: str, kind: type, default: Any = _RE
 
 def _number(document: Mapping[str, Any], key: str) -> float:
     value = document.get(key)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        raise PlanError(f"{key} must be a finite number, not {value!r}")
-    return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):  # of an integer that no float holds
+            if math.isfinite(value):
+                return value
+    raise PlanError(f"{key} must be a finite number, not {value!r:.40}")
 
 
 def _number_or_none(document: Mapping[str, Any], key: str) -> float | None:

@@ -152,7 +152,7 @@ def solve(
         raise ValueError(f"workers is {workers}; it must be 1 or more")
     if seed < 0:
         raise ValueError(f"seed is {seed}; it must be 0 or more")
-    judge = _Judge(solver if isinstance(solver, str) else solver.__name__, max_gap)
+    judge = _Judge(_name(solver), max_gap)
     monitor = Monitor(
         time_limit,
         judge.schedule,
@@ -217,19 +217,25 @@ def frontier(
     plain_peak = simulate(graph, range(len(graph))).peak
     wanted = [parse_budget(budget, plain_peak) for budget in budgets]
     start = arguments.pop("start", None)
+    by_cost = arguments.get("minimize", "cost") == "cost"
     results: dict[int, Result] = {}
     bound = graph.cost
     for budget in sorted(set(wanted), reverse=True):
         result = solve(graph, budget, start=start, **arguments)
         bound = max(bound, result.lower_bound)
-        results[budget] = _with_bound(graph, result, bound)
+        results[budget] = _with_bound(graph, result, bound, by_cost)
         start = result.schedule or start
         if result.status is Status.INTERRUPTED:
             break
+
+    def figure(result: Result) -> float:
+        found = result.cost if by_cost else result.peak
+        return math.inf if found is None else found
+
     best: Result | None = None
     for budget in sorted(results):
         result = results[budget]
-        if best is not None and (result.cost is None or best.cost < result.cost):  # type: ignore[operator]
+        if best is not None and figure(best) < figure(result):
             result = replace(
                 result,
                 status=Status.FEASIBLE if result.schedule is None else result.status,
@@ -238,12 +244,19 @@ def frontier(
                 peak=best.peak,
                 overhead=best.overhead,
                 least_budget=min(best.least_budget, result.least_budget),
-                message=f"the schedule for a budget of {format_bytes(best.budget)} is cheaper",
+                message=f"the schedule for a budget of {format_bytes(best.budget)} is "
+                f"{'cheaper' if by_cost else 'leaner'}",
             )
-            results[budget] = _with_bound(graph, result, result.lower_bound)
+            results[budget] = _with_bound(graph, result, result.lower_bound, by_cost)
         if results[budget].schedule is not None:
             best = results[budget]
     return tuple(results[budget] for budget in wanted if budget in results)
+
+
+def _name(solver: str | Method) -> str:
+    if isinstance(solver, str):
+        return solver
+    return str(getattr(solver, "__name__", type(solver).__name__))  # a partial has none
 
 
 def overhead(graph: Graph, cost: float) -> float:
@@ -425,13 +438,13 @@ def _least_peak(problem: Problem, monitor: Monitor) -> Outcome:
     return Outcome(None, infeasible=True)
 
 
-def _with_bound(graph: Graph, result: Result, bound: float) -> Result:
-    """The result with a bound that was proven elsewhere."""
+def _with_bound(graph: Graph, result: Result, bound: float, by_cost: bool) -> Result:
+    """The result with a bound on the cost that was proven elsewhere."""
     if result.cost is None:
         return replace(result, lower_bound=max(bound, result.lower_bound))
     bound = min(max(bound, result.lower_bound), result.cost)
     gap = (result.cost - bound) / graph.cost if graph.cost > 0 else 0.0
-    status = Status.OPTIMAL if gap <= OPTIMAL_GAP else result.status
+    status = Status.OPTIMAL if by_cost and gap <= OPTIMAL_GAP else result.status
     return replace(result, lower_bound=bound, gap=gap, status=status)
 
 

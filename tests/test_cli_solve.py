@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,7 @@ def test_a_plan_is_written_shown_and_drawn(chain: Path, tmp_path: Path) -> None:
         (["{chain}", "--budget", "50%", "--option", "moves"], "NAME=VALUE"),
         (["{chain}", "--budget", "50%", "--option", "seed=3"], "--option seed"),
         (["{chain}", "--budget", "50%", "--option", "budget=3"], "--option budget"),
+        (["{chain}", "--budget", "50%", "--option", "max_gap=abc"], "--option max_gap"),
         (["{chain}", "--budget", "50%", "-o", "{chain}"], "is the graph"),
         (["{chain}", "--budget", "50%", "--option", "tempo=3"], "no option 'tempo'"),
     ],
@@ -244,6 +246,17 @@ def test_a_killed_solve_leaves_a_plan_that_a_later_one_goes_on_from(
     remat("solve", hard, "--budget", "40%", "--warm-start", plan, "--solver", "anneal",
           "--option", "moves=1", "--workers", 1, "-o", better)  # fmt: skip
     assert Plan.load(better, graph).cost <= left.cost
+
+
+def test_a_plan_is_a_start_for_the_graph_priced_anew(hard: Path, tmp_path: Path) -> None:
+    plan, better, priced = (tmp_path / f"{name}.json" for name in ("plan", "better", "priced"))
+    once = ("--budget", "60%", "--solver", "anneal", "--option", "moves=1", "--workers", 1)
+    remat("solve", hard, "--budget", "60%", "--solver", "griewank", "-o", plan)
+    graph = load_graph(hard)
+    nodes = tuple(replace(node, cost=1.5 * node.cost) for node in graph.nodes)
+    save_graph(replace(graph, nodes=nodes, resident=1), priced)
+    remat("solve", priced, *once, "--warm-start", plan, "-o", better)
+    assert Plan.load(better, load_graph(priced)).overhead <= Plan.load(plan, graph).overhead + 1e-9
 
 
 @pytest.mark.skipif(os.name == "nt", reason="process groups")

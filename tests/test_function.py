@@ -170,6 +170,25 @@ answer(
     assert found["variables"] == 2
 
 
+def test_loops_take_one_turn_at_a_time() -> None:
+    """Turns that overlap would each hold memory of their own."""
+    found = run(
+        """
+@remat.function(budget="64MiB", profile={}, check=False)
+def step(x):
+    return tf.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, tf.map_fn(tf.tanh, x)), (0, x))
+
+program = step.compiled(tf.zeros((4, 5))).prepared.program
+functions = (function.node_def for function in program.library.library.function)
+answer(turns=[node.attr["parallel_iterations"].i for nodes in (program.nodes, *functions)
+              for node in nodes if "parallel_iterations" in node.attr])
+""",
+        {},
+    )
+    assert len(found["turns"]) > 1
+    assert set(found["turns"]) == {1}
+
+
 def test_methods_threads_and_calls_from_a_tf_function() -> None:
     found = run(
         _PRELUDE

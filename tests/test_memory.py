@@ -223,6 +223,37 @@ answer(
     assert max(found["peaks"]) == pytest.approx(found["predicted"], rel=0.01)
 
 
+@pytest.mark.parametrize("labels", ["sparse", "dense"])
+def test_the_gradient_of_cross_entropy_lies_where_the_scores_were(labels: str) -> None:
+    """Its second output takes over the buffer of its first input."""
+    found = run(
+        f"""
+sparse = {labels == "sparse"}
+kernel = tf.Variable(tf.random.stateless_normal((64, 2000), (0, 0)))
+names = tf.zeros((512,), tf.int32) if sparse else tf.one_hot(tf.zeros((512,), tf.int32), 2000)
+entropy = (tf.nn.sparse_softmax_cross_entropy_with_logits if sparse
+           else tf.nn.softmax_cross_entropy_with_logits)
+"""
+        + """
+def step(x, names):
+    with tf.GradientTape() as tape:
+        scores = tf.matmul(x, kernel)
+        # A sum of their own: the kernel is the only reader of its scores.
+        loss = tf.reduce_mean(entropy(names, scores + 1.0))
+    kernel.assign_sub(tape.gradient(loss, kernel))
+    return loss
+
+x = tf.random.stateless_normal((512, 64), (1, 1))
+# Not corrected by a trial: what the model says by itself.
+planned = remat.function(step, budget="64MiB", profile={}, check=False)
+peak = peak_of(lambda: planned(x, names))
+answer(predicted=planned.compiled(x, names).plan.peak, peak=peak, scores=512 * 2000 * 4)
+""",
+        COUNTED,
+    )
+    assert abs(found["peak"] - found["predicted"]) < 0.1 * found["scores"]
+
+
 def test_rows_of_a_value_take_no_memory_of_their_own() -> None:
     found = run(
         """

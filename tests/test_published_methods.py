@@ -234,11 +234,15 @@ def test_openai_modes_keep_what_they_say() -> None:
         (openai, {"mode": [3, 99]}, "99 is not the index of a node"),
         (openai, {"mode": "collection"}, "needs names"),
         (openai, {"mode": "collection", "names": ["conv7"]}, "no node 'conv7'"),
+        (openai, {"mode": "collection", "names": 5}, "names is 5"),
+        (openai, {"mode": "collection", "names": [[1]]}, "list of nodes' names"),
         (openai, {"names": ["conv1"]}, 'names are for mode="collection"'),
         (chen_greedy, {"generalisation": "best"}, "generalisation is one of"),
+        (chen_greedy, {"generalisation": [1]}, "generalisation is one of"),
         (chen_sqrt, {"segments": 3}, "no option 'segments'"),
         (griewank, {"stores": 3}, "it has none"),
         (moccasin, {"copies": 0}, "copies is 0"),
+        (moccasin, {"copies": 1000}, "copies is 1000"),
     ],
 )
 def test_wrong_options_are_named(method: Method, options: dict[str, Any], complaint: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -36,7 +37,7 @@ from remat.solvers import (
 )
 from remat.solvers.budget import parse_budget
 from remat.solvers.method import Monitor, Outcome, Problem
-from remat.solvers.solving import METHODS
+from remat.solvers.solving import METHODS, load_method
 
 CHAIN = unit_chain(10, reads=2)
 FAST = ("auto", "anneal", "checkpoint_all", "chen_greedy", "griewank", "feng_huang")
@@ -65,6 +66,7 @@ HARD = training_graph(120)
         ({"budget": "150%"}, r"not in \(0, 1\]"),
         ({"budget": math.nan}, "finite"),
         ({"budget": "4 bananas"}, "not an amount of memory"),
+        ({"budget": "1,5GiB"}, "not an amount of memory"),
         ({"budget": None}, "a budget is a number of bytes"),
         ({"solver": "anneal", "moves": 0}, "moves is 0"),
         ({"solver": "anneal", "seconds": "1"}, "seconds is '1'"),
@@ -89,6 +91,7 @@ def test_an_option_that_a_solver_does_not_have_is_named(solver: str) -> None:
         (123, 123),
         ("123", 123),
         ("1_000", 1000),
+        ("1,000,000", 1_000_000),
         ("2KiB", 2048),
         ("1.5 GiB", 3 * 2**29),
         ("900MB", 900_000_000),
@@ -202,6 +205,27 @@ def test_a_frontier_keeps_the_order_of_its_budgets_and_shares_what_it_finds() ->
     assert [result.budget for result in results] == [peak // 2, 12, int(0.8 * peak)]
     costs = {result.budget: result.cost or math.inf for result in results}
     assert [costs[b] for b in sorted(costs)] == sorted(costs.values(), reverse=True)
+
+
+def test_a_frontier_of_peaks_is_optimal_only_at_the_floor() -> None:
+    for result in frontier(CHAIN, ["100%", "60%"], solver="chen_sqrt", minimize="peak"):
+        assert result.peak is not None
+        assert (result.status is Status.OPTIMAL) == (result.peak <= result.floor)
+        assert result.status in (Status.OPTIMAL, Status.FEASIBLE)
+
+
+@pytest.mark.parametrize("solver", ["openai", "griewank", "chen_greedy", "feng_huang"])
+def test_the_least_budget_is_that_of_every_schedule_tried(solver: str) -> None:
+    lean = solve(CHAIN, plain_peak(CHAIN), solver=solver, minimize="peak")
+    assert lean.peak is not None
+    refused = solve(CHAIN, max(lean.floor, lean.peak - 1), solver=solver)
+    if refused.schedule is None:
+        assert refused.least_budget < plain_peak(CHAIN)
+
+
+def test_a_method_needs_no_name() -> None:
+    result = solve(CHAIN, "100%", solver=functools.partial(load_method("checkpoint_all")))
+    assert result.overhead == 0
 
 
 def test_a_frontier_goes_down_to_what_is_infeasible() -> None:
@@ -351,6 +375,9 @@ def test_a_value_that_ten_thousand_nodes_read(solver: str) -> None:
         ({"nodes": {}}, "nodes must be a list"),
         ({"resident": -1}, "resident must be"),
         ({"outputs": [2]}, "2 is not a node"),
+        ({"outputs": [[0]]}, "is not the index of a node"),
+        ({"nodes": [{"cost": 1, "bytes": 10**400}]}, "too many"),
+        ({"nodes": [{"cost": 1e-310, "bytes": 1}]}, "another unit"),
         ({"order": [[0, 1]]}, "cannot be recomputable"),
         ({"name": 3}, "name must be text"),
         ({"format": "remat-graph/9"}, "this version reads"),
