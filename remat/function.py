@@ -13,6 +13,7 @@ import inspect
 import itertools
 import threading
 import types
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ import tensorflow as tf
 from . import collectives
 from .planning import StepPlan
 from .solvers import PlanError
-from .step import CompiledStep, Options
+from .step import CompiledStep, Options, draws
 from .trace import TraceError
 
 Signature = tuple[tf.TensorSpec, ...]
@@ -169,20 +170,47 @@ class Function:
         return self.steps[0].plan
 
     def __get__(self, instance: Any, owner: type) -> Function:
-        """A method: each object has plans of its own, which live as long as it does."""
+        """A method: each object has plans of its own, which live as long as it does.
+
+        Raises:
+          TypeError: if the object has no place for them.
+        """
         if instance is None:
             return self
-        bound = Function(
-            types.MethodType(self._step, instance),
-            self._input_signature,
-            self._options,
-            autograph=self._autograph,
-        )
-        return vars(instance).setdefault(self._name, bound)
+        if not hasattr(instance, "__dict__"):
+            raise TypeError(
+                f"{type(instance).__name__} has __slots__ only, so its {self._name} has no place "
+                'for its plans: add "__dict__" to them'
+            )
+        key = f"_remat_function_{self._number}"  # a class may have several of one name
+        with self._lock:
+            bound = vars(instance).get(key)
+            # A copy of an object has all that the object had.
+            if bound is None or bound._step.__self__ is not instance:
+                bound = Function(
+                    types.MethodType(self._step, instance),
+                    self._input_signature,
+                    self._options,
+                    autograph=self._autograph,
+                )
+                if isinstance(instance, type):
+                    setattr(instance, key, bound)
+                else:  # nothing that watches over attributes is to see it
+                    vars(instance)[key] = bound
+        return bound
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Function:
+        """Itself, as of any function; a copied object makes plans of its own."""
+        return self
 
     def _find(self, args: Any, kwargs: Any) -> tuple[CompiledStep, list[Any]]:
         """The compiled step for some arguments, and the tensors to call it with."""
         bound = self._parameters.bind(*args, **kwargs)
+        if self._input_signature is not None and bound.kwargs:
+            raise TypeError(
+                f"{self._name} has an input_signature, which is of positional arguments; it does "
+                f"not say what {', '.join(bound.kwargs)} may be"
+            )
         key: Hashable = None
         traced_for: Sequence[Any] | None = self._traced_for
         if self._input_signature is not None:
@@ -217,7 +245,20 @@ class Function:
                         traced_for=traced_for,
                         at_least=max((step.budget for step in self.steps), default=0),
                     )
+                    if traced_for is not None and len(self._compiled) == 2:
+                        self._warn_of_generators(self._compiled[key])
         return self._compiled[key], values
+
+    def _warn_of_generators(self, step: CompiledStep) -> None:
+        """Says where plans for two shapes of one trace do not draw as that would."""
+        if draws(step.prepared.program):
+            warnings.warn(
+                f"{self._name} is planned for batches of two shapes, and draws numbers by "
+                "tf.random: each plan has a generator of its own, the plain step one for both, so "
+                "they are not the plain step's; keras.random with a SeedGenerator is exact",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def _filled(self, args: Sequence[Any]) -> list[Any]:
         """The input signature, with these arguments' sizes where it leaves them open."""

@@ -42,7 +42,7 @@ from .solvers.compiling import ready
 from .solvers.floor import memory_floor
 from .solvers.method import Method
 from .solvers.schedule import ScheduleError
-from .solvers.solving import default_time_limit
+from .solvers.solving import default_time_limit, overhead
 from .split import split_updates
 from .sums import order_sums
 from .trace import Trace, TraceError, trace
@@ -388,7 +388,7 @@ def _follow(
     seconds within it, if known."""
     graph = prepared.extraction.graph
     plan = result.to_plan(graph)
-    gap = None if bound is None else (plan.cost - bound) / graph.cost
+    gap = None if bound is None else (plan.cost - bound) / (graph.cost or 1.0)
     plan = replace(plan, budget=budget, lower_bound=bound, gap=gap)
     return _carry_out(prepared, plan, result.budget, ceiling, seed)
 
@@ -606,7 +606,7 @@ def load_plan(prepared: Prepared, plan: Plan) -> Planned:
     except ScheduleError as error:
         raise PlanError(f"steps: {error}") from None
     repriced = replace(
-        plan, graph=graph.fingerprint, cost=truth.cost, overhead=truth.cost / graph.cost - 1
+        plan, graph=graph.fingerprint, cost=truth.cost, overhead=overhead(graph, truth.cost)
     )
     seed = plan.details.get("seed", 0)
     if not isinstance(seed, int) or seed < 0:

@@ -18,6 +18,7 @@ import tensorflow as tf
 from . import allocator
 from .arena import Pool
 from .calibrate import Corrections, compare
+from .loops import LOOPS
 from .lower import held_constants, lower
 from .measure import measure
 from .measured import Measured
@@ -57,6 +58,7 @@ _DRIFT = 1 << 19  # bytes allocated beside a step before that happens
 _MEASURING = threading.RLock()  # the allocator's counters are the whole process's
 # Stateful operations whose effects a trial run can undo: it puts variables back, and
 # a fresh lowering resets random states.
+_GENERATORS = ("Random", "TruncatedNormal", "Multinomial", "Parameterized")
 _REVERSIBLE = (*ON_VARIABLES, "While", "If", "Case", "StatefulPartitionedCall", "TensorList")
 
 
@@ -343,12 +345,20 @@ class CompiledStep:
         if not _reversible(self.prepared.program):
             say.line("not measured before the first step: it has effects beside its variables")
             return
+        if _may_not_end(self.prepared.program):
+            say.line("not measured before the first step: on zeros its loops might not end")
+            return
         # What a run takes varies where the allocator chooses the places.
         slack = 0 if self.prepared.pool.quiet else int(_UNPLACED_SLACK * self.budget)
         corrected_before: set[int] = set()
         for trial in range(_TRIALS):
             say.line("measuring one step")
-            measured, recorded = self._trial()
+            try:
+                measured, recorded = self._trial()
+            except tf.errors.OpError as error:  # a division by zero, a singular matrix
+                reason = type(error).__name__
+                say.line(f"not measured before the first step: it fails on zeros ({reason})")
+                break
             if measured is not None:
                 self.measured_peak = measured
             corrections = self._compare(recorded, corrected_before)
@@ -378,11 +388,7 @@ class CompiledStep:
                     raise
                 break  # it is within the budget, if only just
             self._run = self._lower()
-        if any(
-            op.type.startswith(("Random", "TruncatedNormal", "Multinomial", "Parameterized"))
-            for op in self.prepared.program.ops
-            if op.kind is Kind.ONCE
-        ):
+        if draws(self.prepared.program):
             # A fresh lowering starts its generators where the plain step does.
             self._run = self._lower()
 
@@ -549,6 +555,11 @@ class CompiledStep:
         ):
             tensor = tf.convert_to_tensor(value, spec.dtype) if not tf.is_tensor(value) else value
             if tensor.dtype != spec.dtype:
+                if tensor.dtype.is_floating > spec.dtype.is_floating or tensor.dtype.is_complex:
+                    raise TypeError(
+                        f"the step is planned for {spec.name or 'an input'} of {spec.dtype.name}; "
+                        f"{tensor.dtype.name} would lose something: cast it"
+                    )
                 tensor = tf.cast(tensor, spec.dtype)
             if not spec.shape.is_compatible_with(tensor.shape):
                 raise ValueError(
@@ -574,6 +585,11 @@ class CompiledStep:
         self.seconds[stage] = time.perf_counter() - started
 
 
+def draws(program: Program) -> bool:
+    """Whether a step has random generators whose states are not in variables."""
+    return any(op.kind is Kind.ONCE and op.type.startswith(_GENERATORS) for op in program.ops)
+
+
 def _reversible(program: Program) -> bool:
     """Whether a run can be undone by putting the variables back."""
     variables = program.variables
@@ -584,6 +600,22 @@ def _reversible(program: Program) -> bool:
     for function in program.library.library.function:
         types.update(node.op for node in function.node_def)
     return not any(has_effects(type, beside=_REVERSIBLE) for type in types)
+
+
+def _may_not_end(program: Program) -> bool:
+    """Whether a loop goes on for as long as some value, which is no counter, says."""
+    functions = {function.signature.name: function for function in program.library.library.function}
+    nodes = [
+        *program.nodes,
+        *(node for function in functions.values() for node in function.node_def),
+    ]
+    return any(
+        tf.as_dtype(test.attr["T"].type).is_floating
+        for node in nodes
+        if node.op in LOOPS
+        for test in functions[node.attr["cond"].func.name].node_def
+        if test.attr["T"].type
+    )
 
 
 def _zeros(program: Program) -> list[tf.Tensor]:

@@ -7,6 +7,7 @@ import itertools
 import operator
 import types
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -81,6 +82,11 @@ def wrap(
         raise ValueError(
             "fit does not work under MultiWorkerMirroredStrategy in Keras 3, with or without a "
             "budget: train in a loop of your own, with remat.function"
+        )
+    if type(model).make_train_function is not keras.Model.make_train_function:
+        raise ValueError(
+            f"{type(model).__name__} has a make_train_function of its own, which a budget would "
+            "replace; what it does to one batch belongs into train_step"
         )
     chosen = Options(budget=budget, **options)
     if chosen.quiet is None:  # fit prefetches batches, on the CPU
@@ -189,7 +195,7 @@ class _TrainFunction:
 
     def __init__(self, model: _Budgeted) -> None:
         self._model = model
-        self._signatures = _Signatures()
+        self._signatures: defaultdict[str, _Signatures] = defaultdict(_Signatures)
         self._step: Callable[[Any, Signature | None], Any]
         if model.distribute_strategy.num_replicas_in_sync > 1:
             self._step = ReplicatedStep(model, model.remat.start)
@@ -202,8 +208,9 @@ class _TrainFunction:
         logs = None
         for batch in itertools.islice(iterator, self._model.steps_per_execution):
             batch = tf.nest.map_structure(_none_if_optional, batch)
-            met = _specs(getattr(iterator, "element_spec", batch))
-            logs = self._step(batch, self._signatures.traced_for(met))
+            met = getattr(iterator, "element_spec", batch)
+            known = self._signatures[_structure(met)]
+            logs = self._step(batch, known.traced_for(_specs(met)))
             if self._traced is None:  # now that everything is built
                 self._traced = _traced(self._model)
         if logs is None:
@@ -253,6 +260,11 @@ def _relaxed(signature: Signature, other: Signature) -> Signature:
     pairs = zip(signature, other, strict=True)
     common = tuple(one.most_specific_common_supertype([two]) for one, two in pairs)
     return signature if None in common else common
+
+
+def _structure(batch: Any) -> str:
+    """What ``tf.function`` makes separate traces for, whatever the shapes."""
+    return repr(tf.nest.map_structure(lambda leaf: leaf is None, batch))
 
 
 def _specs(batch: Any) -> Signature:

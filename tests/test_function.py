@@ -170,6 +170,112 @@ answer(
     assert found["variables"] == 2
 
 
+def test_methods_of_one_name_and_copies_of_objects_stay_apart() -> None:
+    found = run(
+        """
+import copy
+cheap = dict(budget="64MiB", profile={}, check=False)
+
+class Counter:
+    def __init__(self):
+        self.count = tf.Variable(0.0)
+    @remat.function(**cheap)
+    def step(self, x):
+        self.count.assign_add(tf.reduce_sum(x))
+        return self.count + 0.0
+
+class Hundreds(Counter):
+    def step(self, x):
+        return super().step(x) * 100.0
+
+def step(self, x):
+    return x * 2
+class Two:
+    small = remat.function(step, **{**cheap, "budget": "1MiB"})
+    large = remat.function(step, **cheap)
+class Slots:
+    __slots__ = ()
+    step = remat.function(step, **cheap)
+
+x = tf.ones(3)
+hundreds, one, two = Hundreds(), Counter(), Two()
+one.step(x)
+other = copy.copy(one)
+other.count = tf.Variable(100.0)
+deep = copy.deepcopy(Counter())
+two.small(x), two.large(x)
+try:
+    Slots().step(x)
+except TypeError as error:
+    refused = str(error)
+answer(hundreds=[float(hundreds.step(x)) for _ in range(3)], other=float(other.step(x)),
+       one=float(one.count), budgets=[two.small.steps[0].budget, two.large.steps[0].budget],
+       deep=float(deep.step(x)), refused=refused)
+""",
+        {},
+    )
+    assert found["hundreds"] == [300, 600, 900]
+    assert (found["other"], found["one"], found["deep"]) == (103, 3, 3)
+    assert found["budgets"] == [2**20, 2**26]
+    assert "has no place for its plans" in found["refused"]
+
+
+@pytest.mark.parametrize("kind", ["singular", "division", "endless", "nothing"])
+def test_steps_that_cannot_run_on_zeros(kind: str) -> None:
+    found = run(
+        f"""
+kind = {kind!r}
+"""
+        + """
+w = tf.Variable(tf.eye(8))
+x = tf.random.stateless_normal((32, 8), (0, 0))
+
+def step(x, n):
+    if kind == "nothing":
+        return x
+    if kind == "singular":
+        loss = tf.linalg.trace(tf.linalg.inv(tf.transpose(x) @ x))
+    elif kind == "division":
+        loss = tf.reduce_mean(x @ w) * tf.cast(1000 // n, tf.float32)
+    else:
+        until = lambda total, h: total < 10.0
+        turn = lambda total, h: (total + tf.reduce_mean(tf.abs(x)), tf.tanh(h @ w))
+        loss = tf.reduce_mean(tf.while_loop(until, turn, (0.0, x))[1])
+    w.assign_sub(0.1 * tf.transpose(x) @ x)
+    return loss
+
+n = tf.constant(3)
+plain = np.array(tf.function(step)(x, n))
+w.assign(tf.eye(8))
+answer(same=bool(np.all(plain == np.array(remat.function(step, budget="64MiB", profile={})(x, n)))))
+""",
+        COUNTED,
+    )
+    assert found["same"]
+
+
+def test_arguments_are_not_cut_off() -> None:
+    found = run(
+        """
+@remat.function(budget="64MiB", profile={}, check=False,
+                input_signature=[tf.TensorSpec((2,), tf.int32)])
+def step(x, *, scale=1):
+    return x * scale
+
+said = []
+for arguments, more in (([tf.constant([1.9, 2.9])], {}), ([tf.constant([1, 2])], {"scale": 2})):
+    try:
+        step(*arguments, **more)
+    except TypeError as error:
+        said.append(str(error))
+answer(said=said)
+""",
+        {},
+    )
+    assert "float32 would lose something" in found["said"][0]
+    assert "scale" in found["said"][1]
+
+
 def test_loops_take_one_turn_at_a_time() -> None:
     """Turns that overlap would each hold memory of their own."""
     found = run(

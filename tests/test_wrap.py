@@ -184,6 +184,65 @@ answer(same=same(ours, theirs), count=len(ours),
     assert found["batches"] == [32, 16]
 
 
+def test_a_batch_by_itself_is_traced_apart_from_those_of_fit() -> None:
+    """So it is in Keras, and the last digits depend on what a step is traced for."""
+    found = run(
+        """
+layers = keras.layers
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(48, 32)).astype("float32"), rng.integers(0, 3, 48)
+
+def trained(wrap):
+    keras.utils.set_random_seed(1)
+    hidden = [layer for _ in range(3) for layer in (layers.Dense(64, "gelu"), layers.Dropout(0.1))]
+    model = wrap(keras.Sequential(
+        [keras.Input((32,)), *hidden, layers.BatchNormalization(), layers.Dense(3)]))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(x, y, batch_size=16, verbose=0)
+    for _ in range(3):
+        model.train_on_batch(x[:8], y[:8])
+    return [np.array(variable) for variable in model.variables]
+
+pairs = zip(trained(lambda model: model),
+            trained(lambda model: remat.wrap(model, budget="64MiB", profile={}, check=False)))
+answer(differing=sum(a.tobytes() != b.tobytes() for a, b in pairs))
+""",
+        EXACT,
+    )
+    assert found["differing"] == 0
+
+
+def test_what_a_budget_cannot_keep_of_a_model_is_told() -> None:
+    found = run(
+        """
+import warnings
+
+class Noise(keras.layers.Layer):
+    def call(self, x):
+        return x + tf.random.normal(tf.shape(x))
+
+class Own(keras.Model):
+    def make_train_function(self, force=False):
+        return super().make_train_function(force)
+
+try:
+    remat.wrap(Own(), budget="1GiB")
+except ValueError as error:
+    refused = str(error)
+model = keras.Sequential([keras.Input((8,)), Noise(), keras.layers.Dense(1)])
+wrapped = remat.wrap(model, budget="64MiB", profile={}, check=False)
+wrapped.compile("sgd", "mse")
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always", RuntimeWarning)
+    wrapped.fit(np.ones((20, 8)), np.ones((20, 1)), batch_size=16, verbose=0)
+answer(refused=refused, warnings=[str(warning.message) for warning in caught])
+""",
+        {},
+    )
+    assert "a make_train_function of its own" in found["refused"]
+    assert any("a generator of its own" in message for message in found["warnings"])
+
+
 def test_no_plan_is_stale() -> None:
     found = run(
         _PRELUDE
