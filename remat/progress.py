@@ -6,13 +6,17 @@ import html
 import sys
 from typing import Any
 
-from .solvers import Result
+from .solvers import Result, Status
 
 _WIDTH = 100  # characters of a line
 
 
 class ProgressLine:
-    """What is being done now; the next line takes its place, and the end clears it."""
+    """What is being done now; the next line takes its place, and the end clears it.
+
+    Attributes:
+      interrupted: whether a signal has ended a solve, which kept the best so far.
+    """
 
     def __init__(self, verbose: bool | None) -> None:
         """Opens no display yet.
@@ -22,6 +26,7 @@ class ProgressLine:
         """
         self._notebook = _in_notebook()
         self.shown = self._notebook or sys.stderr.isatty() if verbose is None else verbose
+        self.interrupted = False
         self._width = 0
         self._display: Any = None  # the notebook's handle, once something was shown
 
@@ -54,6 +59,7 @@ class ProgressLine:
 
     def result(self, result: Result) -> None:
         """Shows the best schedule so far."""
+        self.interrupted |= result.status is Status.INTERRUPTED
         best = "nothing yet" if result.overhead is None else f"{100 * result.overhead:.2f} %"
         gap = "" if result.gap is None else f", gap {100 * result.gap:.2f} points"
         self.line(f"solving: overhead {best}{gap}, {result.seconds:.0f} s")

@@ -87,6 +87,7 @@ class CompiledStep:
       measured_peak: peak bytes that the allocator counted in the latest
         measured run, or None.
       seconds: how long each stage of compilation took.
+      interrupted: whether a signal (Ctrl-C) ended a solve of it, and the best so far was kept.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class CompiledStep:
                     function, input_signature, autograph=autograph, traced_for=traced_for
                 )
             self._make(traced, program, name, say)
+        self.interrupted = say.interrupted
         log.info(
             "budget %s (%s)\n%s", format_bytes(self.budget), self.budget_source, self.plan.summary()
         )

@@ -41,7 +41,8 @@ def wrap(
 
     There is one plan for each shape of a batch, found when the first such
     batch is there.  Calling ``compile``, changing ``trainable``, or building
-    again makes them anew, the next time that ``fit`` is called.
+    again makes them anew, the next time that ``fit`` is called.  Ctrl-C while one
+    is looked for ends ``fit`` after that batch; the best found so far is kept.
 
     Example::
 
@@ -210,7 +211,10 @@ class _TrainFunction:
             batch = tf.nest.map_structure(_none_if_optional, batch)
             met = getattr(iterator, "element_spec", batch)
             known = self._signatures[_structure(met)]
+            before = len(self._model.remat.steps)
             logs = self._step(batch, known.traced_for(_specs(met)))
+            if any(step.interrupted for step in self._model.remat.steps[before:]):
+                raise KeyboardInterrupt  # planning kept the best so far, and the signal to itself
             if self._traced is None:  # now that everything is built
                 self._traced = _traced(self._model)
         if logs is None:

@@ -389,6 +389,41 @@ answer(alike=alike, interrupted=interrupted, losses=losses, plans=len(one.remat.
     assert found["plans"] == 1
 
 
+def test_ctrl_c_while_a_step_is_planned_ends_fit() -> None:
+    found = run(
+        """
+import os, signal
+from remat.solvers.solving import load_method
+
+def interrupted(problem, monitor):
+    found = load_method("chen_greedy")(problem, monitor)
+    os.kill(os.getpid(), signal.SIGINT)
+    while not monitor.should_stop():
+        pass
+    return found
+
+hidden = [keras.layers.Dense(64, "gelu") for _ in range(8)]
+model = keras.Sequential([keras.Input((64,)), *hidden, keras.layers.Dense(1)])
+wrapped = remat.wrap(model, budget=0.8, profile={}, check=False, solver=interrupted)
+wrapped.compile("sgd", "mse")
+data = np.ones((4096, 64)), np.ones((4096, 1))
+ended = False
+try:
+    wrapped.fit(*data, batch_size=1024, verbose=0)
+except KeyboardInterrupt:
+    ended = True
+batches = int(wrapped.optimizer.iterations)
+wrapped.fit(*data, batch_size=1024, verbose=0)  # by the plan that is there
+answer(ended=ended, batches=[batches, int(wrapped.optimizer.iterations)],
+       plans=len(wrapped.remat.plans))
+""",
+        {},
+    )
+    assert found["ended"]
+    assert found["batches"] == [1, 5]
+    assert found["plans"] == 1
+
+
 def test_unbuilt_models_and_steps_of_their_own() -> None:
     found = run(
         _PRELUDE
