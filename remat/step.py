@@ -557,7 +557,10 @@ class CompiledStep:
         ):
             tensor = tf.convert_to_tensor(value, spec.dtype) if not tf.is_tensor(value) else value
             if tensor.dtype != spec.dtype:
-                if tensor.dtype.is_floating > spec.dtype.is_floating or tensor.dtype.is_complex:
+                cut = tensor.dtype.is_floating and not (
+                    spec.dtype.is_floating or spec.dtype.is_complex
+                )
+                if cut or (tensor.dtype.is_complex and not spec.dtype.is_complex):
                     raise TypeError(
                         f"the step is planned for {spec.name or 'an input'} of {spec.dtype.name}; "
                         f"{tensor.dtype.name} would lose something: cast it"
