@@ -1,13 +1,4 @@
-"""Makes loops that are in pieces whole again.
-
-Before TensorFlow optimises a step it breaks each ``While`` into pieces
-(``Enter``, ``Merge``, ``Switch``, ``NextIteration``, ``Exit``; Yu et al.,
-"Dynamic Control Flow in Large-Scale Machine Learning", EuroSys 2018), and it
-rewrites arithmetic across them: the last digits of what a loop computes depend
-on it.  A graph in pieces cannot be scheduled, though: which of its operations
-run, and how often, is known only while it runs.  So after the same rewriting
-each loop becomes one operation again, of the very operations that are left.
-"""
+"""Makes loops that are in pieces whole again (``pieces`` says why)."""
 
 from __future__ import annotations
 
@@ -16,23 +7,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, types_pb2
 from tensorflow.core.framework.function_pb2 import FunctionDef
 from tensorflow.core.framework.node_def_pb2 import NodeDef
-from tensorflow.python.framework import graph_to_function_def, op_def_registry
+
+from .pieces import LOWERED, SHAPES, UnknownFormError, acts, as_function, parted, readers
 
 LOOPS = ("While", "StatelessWhile")
-# TensorFlow's own names: to be broken into pieces; shapes, and those of variables.
-LOWERED = "_lower_using_switch_merge"
-_CONDITIONALS = ("If", "StatelessIf", "Case", "StatelessCase")
-_SHAPES = "_output_shapes"
-_HANDLE = {"_handle_dtypes", "_handle_shapes"}
-_HELD = "_remat_lowered"
-
-
-class UnknownLoopError(Exception):
-    """A loop in pieces is not of the form that TensorFlow breaks loops into."""
 
 
 def keep_shapes(graph_def: graph_pb2.GraphDef) -> bool:
@@ -46,12 +27,12 @@ def keep_shapes(graph_def: graph_pb2.GraphDef) -> bool:
         if node.op in LOOPS:
             types = node.attr["T"].list.type
             for slot, after in enumerate(node.attr["output_shapes"].list.shape):
-                name, number = _parted(node.input[slot])
+                name, number = parted(node.input[slot])
                 if types[slot] == types_pb2.DT_RESOURCE:
                     continue
                 source = nodes[name]
-                if _SHAPES in source.attr:
-                    before = source.attr[_SHAPES].list.shape[number]
+                if SHAPES in source.attr:
+                    before = source.attr[SHAPES].list.shape[number]
                 else:  # an argument
                     before = source.attr["shape"].shape
                 if before != after:
@@ -64,28 +45,6 @@ def keep_shapes(graph_def: graph_pb2.GraphDef) -> bool:
         if node.op in LOOPS
         for shape in node.attr["output_shapes"].list.shape
     )
-
-
-def hold_conditionals(graph_def: graph_pb2.GraphDef) -> None:
-    """Has conditionals outside of loops stay whole where loops are broken into pieces."""
-    _rename(graph_def, LOWERED, _HELD)
-
-
-def release_conditionals(graph_def: graph_pb2.GraphDef) -> None:
-    """Undoes ``hold_conditionals``."""
-    _rename(graph_def, _HELD, LOWERED)
-
-
-def _rename(graph_def: graph_pb2.GraphDef, old: str, new: str) -> None:
-    functions = {function.signature.name: function for function in graph_def.library.function}
-    waiting: list[Sequence[NodeDef]] = [graph_def.node]
-    while waiting:  # the graph, and what it calls; not the bodies of loops
-        for node in waiting.pop():
-            if node.op in _CONDITIONALS and old in node.attr:
-                node.attr[new].CopyFrom(node.attr.pop(old))
-            called = node.attr["f"].func.name if node.op.endswith("PartitionedCall") else node.op
-            if called in functions:
-                waiting.append(functions.pop(called).node_def)
 
 
 def one_turn_at_a_time(graph_def: graph_pb2.GraphDef) -> None:
@@ -138,13 +97,13 @@ class _Loop:
         """What a node reads, as the same node of a function reads it."""
         renamed, seams = [], self.seams
         for reference in references:
-            name, number = _parted(reference)
+            name, number = parted(reference)
             if (name, number) in self.arguments:
                 renamed.append(f"{self.arguments[name, number]}:0")
             elif name not in seams:
                 renamed.append(reference)
             elif number >= 0:
-                raise UnknownLoopError(f"{reference} is read in the loop {self.name}")
+                raise UnknownFormError(f"{reference} is read in the loop {self.name}")
         return renamed
 
 
@@ -156,7 +115,7 @@ def make_whole(graph_def: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
     (``keep_shapes`` says whether that is so).
 
     Raises:
-      UnknownLoopError: if a loop is not of the form that is expected.
+      UnknownFormError: if a loop is not of the form that is expected.
     """
     frames = _frames(graph_def)
     inside: dict[str, dict[str, NodeDef]] = {}
@@ -180,19 +139,11 @@ def make_whole(graph_def: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
         if node.op not in LOOPS:
             node.name = names.get(node.name, node.name)
         for slot, reference in enumerate(node.input):
-            source, number = _parted(reference)
+            source, number = parted(reference)
             if source in results or source in names:
                 name, result = results.get(source) or (names[source], number)
                 node.input[slot] = f"{name}:{result}" if number >= 0 else f"^{name}"
     return whole
-
-
-def _parted(reference: str) -> tuple[str, int]:
-    """The node and the output that a node reads; -1 for a control edge."""
-    if reference.startswith("^"):
-        return reference[1:], -1
-    name, _, number = reference.partition(":")
-    return name, int(number or 0)
 
 
 def _frames(graph_def: graph_pb2.GraphDef) -> dict[str, tuple[str, ...]]:
@@ -201,10 +152,7 @@ def _frames(graph_def: graph_pb2.GraphDef) -> dict[str, tuple[str, ...]]:
     All inputs of a node are in the same; ``Enter`` leads into one, and what
     reads ``Exit`` is out of it.
     """
-    readers: dict[str, list[NodeDef]] = {}
-    for node in graph_def.node:
-        for reference in node.input:
-            readers.setdefault(_parted(reference)[0], []).append(node)
+    reading = readers(graph_def)
     frames: dict[str, tuple[str, ...]] = {
         node.name: () for node in graph_def.node if not node.input
     }
@@ -212,7 +160,7 @@ def _frames(graph_def: graph_pb2.GraphDef) -> dict[str, tuple[str, ...]]:
     while waiting:
         node = waiting.popleft()
         frame = frames[node.name]
-        for reader in readers.get(node.name, ()):
+        for reader in reading[node.name]:
             if reader.name in frames:
                 continue
             own = frame[:-1] if node.op == "Exit" else frame
@@ -221,7 +169,7 @@ def _frames(graph_def: graph_pb2.GraphDef) -> dict[str, tuple[str, ...]]:
             frames[reader.name] = own
             waiting.append(reader)
     if len(frames) < len(graph_def.node):
-        raise UnknownLoopError("a cycle that no loop enters")
+        raise UnknownFormError("a cycle that no loop enters")
     return frames
 
 
@@ -232,24 +180,24 @@ def _loop(name: str, nodes: dict[str, NodeDef], frames: dict[str, tuple[str, ...
     for merge in own:
         if merge.op != "Merge":
             continue
-        sources = [nodes[_parted(reference)[0]] for reference in merge.input]
+        sources = [nodes[parted(reference)[0]] for reference in merge.input]
         kinds = [source.op for source in sources]
         if kinds == ["Enter", "NextIteration"]:
             changing.append(merge)
             first.append(sources[0])
             following.append(sources[1])
         elif "NextIteration" in kinds:
-            raise UnknownLoopError(f"{merge.name} merges {', '.join(kinds)}")
+            raise UnknownFormError(f"{merge.name} merges {', '.join(kinds)}")
     conditions = [node for node in own if node.op == "LoopCond"]
     if len(conditions) != 1 or not changing:
-        raise UnknownLoopError(f"{name}: {len(conditions)} conditions, {len(changing)} values")
+        raise UnknownFormError(f"{name}: {len(conditions)} conditions, {len(changing)} values")
     entered = {node.name for node in first}
     constant = [node for node in own if node.op == "Enter" and node.name not in entered]
     arguments = {(merge.name, 0): f"argument_{n}" for n, merge in enumerate(changing)}
     arguments |= {(e.name, 0): f"argument_{n}" for n, e in enumerate(constant, len(changing))}
     loop = _Loop(name, nodes, changing, first, following, constant, conditions[0], arguments)
     for node in own:
-        if node.op == "Switch" and _parted(node.input[1])[0] == loop.condition.name:
+        if node.op == "Switch" and parted(node.input[1])[0] == loop.condition.name:
             arguments[node.name, 1] = f"argument_{_number(loop, node)}"
     return loop
 
@@ -257,13 +205,13 @@ def _loop(name: str, nodes: dict[str, NodeDef], frames: dict[str, tuple[str, ...
 def _number(loop: _Loop, node: NodeDef) -> int:
     """Which of the changing values an ``Exit`` or a ``Switch`` is of."""
     while node.op in ("Exit", "Switch"):
-        if node.op == "Switch" and _parted(node.input[1])[0] != loop.condition.name:
+        if node.op == "Switch" and parted(node.input[1])[0] != loop.condition.name:
             break
-        node = loop.nodes[_parted(node.input[0])[0]]
+        node = loop.nodes[parted(node.input[0])[0]]
     for number, merge in enumerate(loop.changing):
         if merge.name == node.name:
             return number
-    raise UnknownLoopError(f"{node.name} is not a value of the loop {loop.name}")
+    raise UnknownFormError(f"{node.name} is not a value of the loop {loop.name}")
 
 
 def _functions(loop: _Loop, graph_def: graph_pb2.GraphDef) -> tuple[FunctionDef, FunctionDef]:
@@ -272,15 +220,15 @@ def _functions(loop: _Loop, graph_def: graph_pb2.GraphDef) -> tuple[FunctionDef,
     results = [node.input[0] for node in loop.next]
     results += [f"{enter.name}:0" for enter in loop.constant]
     seams = loop.seams
-    ends = [_parted(reference)[0] for node in loop.next for reference in node.input[1:]]
+    ends = [parted(reference)[0] for node in loop.next for reference in node.input[1:]]
     targets = [name for name in dict.fromkeys(ends) if name not in seams]
     body = _function(loop, graph_def, "body", results, targets)
     tested, computed = ({node.name for node in one.node_def} for one in (condition, body))
     for node in loop.nodes.values():
-        if node.op == "Exit" or node.name in seams or not _acts(node, graph_def):
+        if node.op == "Exit" or node.name in seams or not acts(node, graph_def):
             continue
         if (node.name in tested) == (node.name in computed):
-            raise UnknownLoopError(f"{node.name} is not in one of the functions of {loop.name}")
+            raise UnknownFormError(f"{node.name} is not in one of the functions of {loop.name}")
     return condition, body
 
 
@@ -292,59 +240,12 @@ def _function(
     targets: Sequence[str],
 ) -> FunctionDef:
     """A function of what some tensors in a loop need, and of nodes that are to run as well."""
-    part = graph_pb2.GraphDef(library=graph_def.library, versions=graph_def.versions)
-    sources = {node.name: node for node in graph_def.node}
-    for number, enter in enumerate(loop.entered):
-        node = part.node.add(name=f"argument_{number}", op="_Arg")
-        node.attr["T"].type, node.attr["index"].i = enter.attr["T"].type, number
-        source = sources[_parted(enter.input[0])[0]]
-        for attribute in _HANDLE.intersection(source.attr):
-            node.attr[attribute].CopyFrom(source.attr[attribute])
-    results = loop.within(results)
-    needed = {node.name for node in part.node}
-    waiting = [*results, *targets]
-    while waiting:
-        name, _ = _parted(waiting.pop())
-        if name in needed:
-            continue
-        needed.add(name)
-        node = part.node.add()
-        node.CopyFrom(loop.nodes[name])
-        for attribute in ("_class", _SHAPES):  # of the pieces
-            node.attr.pop(attribute, None)
-        if node.device == loop.first[0].device:  # the loop's own
-            node.device = ""
-        del node.input[:]
-        node.input.extend(loop.within(loop.nodes[name].input))
-        waiting += node.input
-    graph = tf.Graph()
-    with graph.as_default():
-        tf.graph_util.import_graph_def(part, name="")
-    tensor = graph.get_tensor_by_name
-    made = graph_to_function_def.graph_to_function_def(
-        graph,
-        [operation for operation in graph.get_operations() if operation.type != "_Arg"],
-        [tensor(f"argument_{number}:0") for number in range(len(loop.entered))],
-        [tensor("{}:{}".format(*_parted(result))) for result in results],
+    arguments = [(parted(enter.input[0])[0], enter.attr["T"].type) for enter in loop.entered]
+    device = loop.first[0].device
+    name = f"{loop.name}_{kind}"
+    return as_function(
+        name, graph_def, loop.nodes, arguments, loop.within, results, targets, device
     )
-    made.signature.name = f"{loop.name.replace('/', '_')}_{kind}"
-    for node in made.node_def:  # what is known of variables' shapes would be forgotten
-        shapes = [t.shape.as_proto() for t in graph.get_operation_by_name(node.name).outputs]
-        node.attr[_SHAPES].list.shape.extend(shapes)
-    for target in targets:
-        made.signature.control_output.append(target)
-        made.control_ret[target] = target
-    return made
-
-
-def _acts(node: NodeDef, graph_def: graph_pb2.GraphDef) -> bool:
-    """Whether it matters that an operation runs, and how often."""
-    if node.op == "ReadVariableOp":
-        return False
-    for function in graph_def.library.function:
-        if function.signature.name == node.op:
-            return function.signature.is_stateful
-    return op_def_registry.get(node.op).is_stateful
 
 
 def _as_while(node: NodeDef, loop: _Loop, condition: FunctionDef, body: FunctionDef) -> None:

@@ -23,16 +23,13 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import function_def_to_graph, kernels
 from tensorflow.python.grappler import tf_optimizer
 
-from . import loops
+from . import conditionals, loops
 from .allocator import UNWRITTEN
 from .executor import ONE_BY_ONE, execution_order
+from .pieces import CALLS, SHAPES, UNINFERABLE, UnknownFormError
 
 _ARGUMENT, _RESULT = "_Arg", "_Retval"  # operations of a function's graph
-_SHAPES = "_output_shapes"  # TensorFlow's own names
-_HANDLE_DTYPES, _HANDLE_SHAPES = "_handle_dtypes", "_handle_shapes"
-# Only Python knows the shapes of these, and Grappler forgets them.
-_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
-_UNINFERABLE = ("EagerPyFunc", "PyFunc", *_CALLS)
+_HANDLE_DTYPES, _HANDLE_SHAPES = "_handle_dtypes", "_handle_shapes"  # TensorFlow's own names
 _numbers = itertools.count()
 
 
@@ -110,8 +107,8 @@ def trace(
     shapes += [tensor.shape for tensor in source.inputs[arguments:]]
     outputs = _as_inputs_and_outputs(optimised, dict(zip(inputs, shapes, strict=True)), results)
     for node in optimised.node:
-        if node.op in _UNINFERABLE and node.name in nodes:
-            node.attr[_SHAPES].CopyFrom(nodes[node.name].attr[_SHAPES])
+        if node.op in UNINFERABLE and node.name in nodes:
+            node.attr[SHAPES].CopyFrom(nodes[node.name].attr[SHAPES])
     _bypass_loops(optimised)
     loops.one_turn_at_a_time(optimised)
     _rename_functions(optimised)
@@ -145,7 +142,7 @@ def _imported(graph_def: graph_pb2.GraphDef) -> tf.Graph:
                 continue
             results = _results(operation, library)
             if results and all(shape.is_fully_defined() for shape in results):
-                shapes = nodes[operation.name].attr[_SHAPES].list.shape
+                shapes = nodes[operation.name].attr[SHAPES].list.shape
                 del shapes[:]
                 shapes.extend(shape.as_proto() for shape in results)
                 found = True
@@ -157,7 +154,7 @@ def _results(
     operation: tf.Operation, library: Mapping[str, function_pb2.FunctionDef]
 ) -> list[tf.TensorShape]:
     """Shapes of an operation's results, if those are what a function says."""
-    if operation.type in _CALLS and _static(operation.inputs):
+    if operation.type in CALLS and _static(operation.inputs):
         return [tensor.shape for tensor in _body(operation, "f", library).outputs]
     if operation.type == "TensorListStack" and operation.inputs[0].op.type in loops.LOOPS:
         loop = operation.inputs[0].op
@@ -280,8 +277,8 @@ def _describe_gradients(graph: tf.Graph, nodes: dict[str, node_def_pb2.NodeDef])
                 and [t.dtype for t in operation.outputs] == [t.dtype for t in forward.inputs]
             ):
                 shapes = [tensor.shape.as_proto() for tensor in forward.inputs]
-                del nodes[operation.name].attr[_SHAPES].list.shape[:]
-                nodes[operation.name].attr[_SHAPES].list.shape.extend(shapes)
+                del nodes[operation.name].attr[SHAPES].list.shape[:]
+                nodes[operation.name].attr[SHAPES].list.shape.extend(shapes)
 
 
 def _bypass_loops(graph_def: graph_pb2.GraphDef) -> None:
@@ -342,20 +339,32 @@ def _grappler(graph_def: graph_pb2.GraphDef, keep: Sequence[str]) -> graph_pb2.G
         # runtime has placed every node by the time Grappler runs.
         if not node.device:
             node.device = device if _runs_on(node.op, device) else default
-    optimised = None
-    if loops.keep_shapes(graph_def):
-        # In pieces (switches and merges) loops and conditionals could not be scheduled.
-        loops.hold_conditionals(meta_graph.graph_def)
-        with contextlib.suppress(loops.UnknownLoopError):
-            optimised = loops.make_whole(tf_optimizer.OptimizeGraph(config, meta_graph))
-    if optimised is None:
-        # For this executor Grappler breaks no loop up; the name does nothing else.
-        config.experimental.executor_type = ONE_BY_ONE
-        optimised = tf_optimizer.OptimizeGraph(config, meta_graph)
-    loops.release_conditionals(optimised)
+    optimised = _optimised(meta_graph, config, keep, loops.keep_shapes(graph_def))
     for node in optimised.node:
         node.device = asked.get(node.name, "")
     return _restore_sums(optimised)
+
+
+def _optimised(
+    meta_graph: meta_graph_pb2.MetaGraphDef,
+    config: config_pb2.ConfigProto,
+    keep: Sequence[str],
+    loops_keep_shapes: bool,
+) -> graph_pb2.GraphDef:
+    """Runs Grappler; what it breaks into pieces could not be scheduled and is made whole again."""
+    if loops_keep_shapes:
+        with contextlib.suppress(UnknownFormError):
+            whole = loops.make_whole(tf_optimizer.OptimizeGraph(config, meta_graph))
+            return conditionals.make_whole(whole, keep)
+        conditionals.hold(meta_graph.graph_def)
+        with contextlib.suppress(UnknownFormError):
+            optimised = loops.make_whole(tf_optimizer.OptimizeGraph(config, meta_graph))
+            conditionals.release(optimised)
+            return optimised
+        conditionals.release(meta_graph.graph_def)
+    # For this executor Grappler breaks nothing up; the name does nothing else.
+    config.experimental.executor_type = ONE_BY_ONE
+    return tf_optimizer.OptimizeGraph(config, meta_graph)
 
 
 def _restore_sums(graph_def: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
