@@ -164,7 +164,15 @@ class _Pieces:
         places = [self._place_of(reference) for reference in node.input]
         if node.op == "Merge":
             values = places[: node.attr["N"].i]
-            if not all(values):
+            shortest = min(values, key=len)
+            if any(len(value) > len(shortest) for value in values):
+                # That is the value: the test is a constant, and the others are never there.
+                if not shortest:
+                    source = node.input[values.index(shortest)]
+                    waits = [r for r in node.input if parted(r)[1] < 0 and not self._place_of(r)]
+                    node.CopyFrom(_identity(node, source, waits))
+                return shortest
+            if not shortest:
                 raise UnknownFormError(f"{node.name} merges what is in no branch")
             outer, (test, _) = values[0][:-1], values[0][-1]
             if len(set(values)) < len(values) or any(
@@ -194,12 +202,16 @@ class _Pieces:
         source = self.nodes[parted(node.input[0])[0]]
         return source.op in _SWITCHES and not self.places[source.name]
 
+    def _stands_alone(self, node: NodeDef) -> bool:
+        """Whether a node is a constant of a branch, which any conditional can have for itself."""
+        return node.op == "Const" and not node.input
+
     def groups(self) -> list[set[str]]:
         """The nodes of each conditional that is not inside another, its ends included."""
         beside: dict[str, list[str]] = {
             node.name: []
             for node in self.graph_def.node
-            if self.places[node.name] or node.op == "Merge"
+            if (self.places[node.name] and not self._stands_alone(node)) or node.op == "Merge"
         }
         for name, neighbours in beside.items():
             for source, _ in map(parted, self.nodes[name].input):
@@ -223,14 +235,18 @@ class _Pieces:
 
     def conditional(self, group: Container[str]) -> _Conditional:
         """What some nodes make up."""
-        nodes = {node.name: node for node in self.graph_def.node if node.name in group}
+        nodes = {
+            node.name: node
+            for node in self.graph_def.node
+            if node.name in group or (self.places[node.name] and self._stands_alone(node))
+        }
         merges = [node for name, node in nodes.items() if not self.places[name]]
         results = [merge.name for merge in merges if (merge.name, 0) in self.read]
         arguments, waits = [], []
         for reader in nodes.values():
             for name, number in map(parted, reader.input):
                 source = self.nodes[name]
-                if name in group:
+                if name in nodes:
                     continue
                 if number < 0:
                     waits.append(name)
@@ -332,3 +348,10 @@ class _Pieces:
             node.attr["Tout"].list.type.append(tensor.dtype.as_datatype_enum)
             node.attr["output_shapes"].list.shape.append(tensor.shape.as_proto())
         node.attr[LOWERED].b = True
+
+
+def _identity(merge: NodeDef, source: str, waits: Iterable[str]) -> NodeDef:
+    """What takes the place of a ``Merge`` of one value."""
+    node = NodeDef(name=merge.name, op="Identity", device=merge.device, input=[source, *waits])
+    node.attr["T"].CopyFrom(merge.attr["T"])
+    return node

@@ -354,17 +354,25 @@ def _optimised(
     """Runs Grappler; what it breaks into pieces could not be scheduled and is made whole again."""
     if loops_keep_shapes:
         with contextlib.suppress(UnknownFormError):
-            whole = loops.make_whole(tf_optimizer.OptimizeGraph(config, meta_graph))
-            return conditionals.make_whole(whole, keep)
+            return conditionals.make_whole(loops.make_whole(_optimise(config, meta_graph)), keep)
         conditionals.hold(meta_graph.graph_def)
         with contextlib.suppress(UnknownFormError):
-            optimised = loops.make_whole(tf_optimizer.OptimizeGraph(config, meta_graph))
+            optimised = loops.make_whole(_optimise(config, meta_graph))
             conditionals.release(optimised)
             return optimised
         conditionals.release(meta_graph.graph_def)
     # For this executor Grappler breaks nothing up; the name does nothing else.
     config.experimental.executor_type = ONE_BY_ONE
-    return tf_optimizer.OptimizeGraph(config, meta_graph)
+    return _optimise(config, meta_graph)
+
+
+def _optimise(
+    config: config_pb2.ConfigProto, meta_graph: meta_graph_pb2.MetaGraphDef
+) -> graph_pb2.GraphDef:
+    graph_def = tf_optimizer.OptimizeGraph(config, meta_graph)
+    for node in graph_def.node:
+        node.attr.pop("_class", None)  # "beside" an operation that may be in a branch by now
+    return graph_def
 
 
 def _restore_sums(graph_def: graph_pb2.GraphDef) -> graph_pb2.GraphDef:

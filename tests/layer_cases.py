@@ -477,6 +477,18 @@ CASES = {
         policy="mixed_float16",
         compiled=optimizer(lambda: optimizers.Adam(1e-2)),
     ),
+    "mixed_float16, AdamW": Case(
+        share=0.4,
+        build=stack(lambda: layers.Dropout(0.1)),
+        policy="mixed_float16",
+        compiled=optimizer(lambda: optimizers.AdamW(1e-2, weight_decay=0.01)),
+    ),
+    "loss scaling, global_clipnorm": Case(
+        plain_stack,
+        compiled=optimizer(
+            lambda: optimizers.LossScaleOptimizer(optimizers.SGD(1e-2, global_clipnorm=0.01))
+        ),
+    ),
     "mixed_bfloat16": Case(
         stack(layers.BatchNormalization, lambda: layers.Dropout(0.1)), policy="mixed_bfloat16"
     ),
