@@ -121,7 +121,7 @@ class Function:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step; the first call with a signature plans it."""
-        step, tensors = self._find(args, kwargs)
+        step, tensors = self.find(args, kwargs)
         if not tf.inside_function():
             collectives.check_side_by_side(step.prepared.program, self._name)
         return step(*tensors)
@@ -147,7 +147,7 @@ class Function:
         """
         if self._input_signature is not None and not (args or kwargs):
             args = tuple(self._input_signature)
-        return self._find(args, kwargs)[0]
+        return self.find(args, kwargs)[0]
 
     @property
     def steps(self) -> tuple[CompiledStep, ...]:
@@ -203,7 +203,7 @@ class Function:
         """Itself, as of any function; a copied object makes plans of its own."""
         return self
 
-    def _find(self, args: Any, kwargs: Any) -> tuple[CompiledStep, list[Any]]:
+    def find(self, args: Any, kwargs: Any) -> tuple[CompiledStep, list[Any]]:
         """The compiled step for some arguments, and the tensors to call it with."""
         bound = self._parameters.bind(*args, **kwargs)
         if self._input_signature is not None and bound.kwargs:

@@ -333,9 +333,9 @@ def build(trace: Trace) -> Program:
       TraceError: naming a value whose shape is not static.
     """
     graph = trace.graph
-    operations = _topological(graph, [*trace.outputs, *trace.targets])
-    definitions = {node.name: node for node in trace.graph_def.node}
     arguments = {*trace.inputs, *(name for name, _ in trace.captures)}
+    operations = _topological(graph, [*trace.outputs, *trace.targets, *arguments])
+    definitions = {node.name: node for node in trace.graph_def.node}
 
     ops: list[Op] = []
     nodes: list[node_def_pb2.NodeDef] = []
@@ -445,14 +445,13 @@ def build(trace: Trace) -> Program:
 
 
 def _topological(graph: tf.Graph, results: Iterable[str]) -> list[tf.Operation]:
-    """The operations that ``results`` need, and all inputs, stably sorted.
+    """Operations and tensors with all that they need, as operations, stably sorted.
 
     Control edges count.  Creation order is not a topological order once loops
     have gradients, nor after Grappler.
     """
     position = {operation: i for i, operation in enumerate(graph.get_operations())}
     wanted = [graph.get_operation_by_name(name.split(":")[0]) for name in results]
-    wanted += [op for op in position if op.type in ("Placeholder", "VarHandleOp")]
     needed: set[tf.Operation] = set()
     while wanted:
         operation = wanted.pop()

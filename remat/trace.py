@@ -27,6 +27,7 @@ from . import conditionals, loops
 from .allocator import UNWRITTEN
 from .executor import ONE_BY_ONE, execution_order
 from .pieces import CALLS, SHAPES, UNINFERABLE, UnknownFormError
+from .unfed import Unfed, unfed
 
 _ARGUMENT, _RESULT = "_Arg", "_Retval"  # operations of a function's graph
 _HANDLE_DTYPES, _HANDLE_SHAPES = "_handle_dtypes", "_handle_shapes"  # TensorFlow's own names
@@ -52,6 +53,7 @@ class Trace:
       targets: node names that must run although nothing reads them.
       structured_outputs: nest of results, whose leaves index ``outputs``.
       plain: the plain concrete function, which the step is compared with.
+      unfed: what happens where its arguments never come.
     """
 
     graph_def: graph_pb2.GraphDef
@@ -62,6 +64,11 @@ class Trace:
     targets: tuple[str, ...]
     structured_outputs: Any
     plain: Any
+    unfed: Unfed
+
+    def run_unfed(self) -> None:
+        """Has the effects that the plain step has where its arguments never come."""
+        self.unfed.run(dict(self.captures))
 
 
 def trace(
@@ -102,7 +109,7 @@ def trace(
     nodes = {node.name: node for node in graph_def.node}
     _describe_gradients(source, nodes)
     targets = [op.name for op in source.control_outputs]
-    optimised = _grappler(graph_def, [*inputs, *results, *targets])
+    optimised, effects = _grappler(graph_def, [*inputs, *results, *targets], inputs[:arguments])
     shapes = [spec.shape for spec in tf.nest.flatten(list(input_signature))]
     shapes += [tensor.shape for tensor in source.inputs[arguments:]]
     outputs = _as_inputs_and_outputs(optimised, dict(zip(inputs, shapes, strict=True)), results)
@@ -125,6 +132,7 @@ def trace(
         targets=tuple(targets),
         structured_outputs=plain.structured_outputs,
         plain=plain,
+        unfed=effects,
     )
 
 
@@ -321,12 +329,18 @@ def _rename_functions(graph_def: graph_pb2.GraphDef) -> None:
                 function.name = names.get(function.name, function.name)
 
 
-def _grappler(graph_def: graph_pb2.GraphDef, keep: Sequence[str]) -> graph_pb2.GraphDef:
-    """Runs Grappler with the settings in force, keeping the named nodes."""
+def _grappler(
+    graph_def: graph_pb2.GraphDef, keep: Sequence[str], arguments: Sequence[str]
+) -> tuple[graph_pb2.GraphDef, Unfed]:
+    """Runs Grappler with the settings in force, keeping the named nodes.
+
+    Returns:
+      The graph, with nothing in pieces, and what happens without the arguments.
+    """
     config = config_pb2.ConfigProto()
     config.CopyFrom(context.context().config)
     if config.graph_options.rewrite_options.disable_meta_optimizer:
-        return graph_def
+        return graph_def, unfed(graph_def, arguments)
     meta_graph = meta_graph_pb2.MetaGraphDef()
     meta_graph.graph_def.CopyFrom(graph_def)
     meta_graph.collection_def["train_op"].node_list.value.extend(keep)
@@ -339,10 +353,10 @@ def _grappler(graph_def: graph_pb2.GraphDef, keep: Sequence[str]) -> graph_pb2.G
         # runtime has placed every node by the time Grappler runs.
         if not node.device:
             node.device = device if _runs_on(node.op, device) else default
-    optimised = _optimised(meta_graph, config, keep, loops.keep_shapes(graph_def))
-    for node in optimised.node:
+    optimised, whole = _optimised(meta_graph, config, keep, loops.keep_shapes(graph_def))
+    for node in whole.node:
         node.device = asked.get(node.name, "")
-    return _restore_sums(optimised)
+    return _restore_sums(whole), unfed(optimised, arguments)
 
 
 def _optimised(
@@ -350,20 +364,23 @@ def _optimised(
     config: config_pb2.ConfigProto,
     keep: Sequence[str],
     loops_keep_shapes: bool,
-) -> graph_pb2.GraphDef:
-    """Runs Grappler; what it breaks into pieces could not be scheduled and is made whole again."""
+) -> tuple[graph_pb2.GraphDef, graph_pb2.GraphDef]:
+    """What Grappler makes of a graph, and the same with nothing in pieces, to be scheduled."""
     if loops_keep_shapes:
         with contextlib.suppress(UnknownFormError):
-            return conditionals.make_whole(loops.make_whole(_optimise(config, meta_graph)), keep)
+            optimised = _optimise(config, meta_graph)
+            return optimised, conditionals.make_whole(loops.make_whole(optimised), keep)
         conditionals.hold(meta_graph.graph_def)
         with contextlib.suppress(UnknownFormError):
-            optimised = loops.make_whole(_optimise(config, meta_graph))
-            conditionals.release(optimised)
-            return optimised
+            optimised = _optimise(config, meta_graph)
+            whole = loops.make_whole(optimised)
+            conditionals.release(whole)
+            return optimised, whole
         conditionals.release(meta_graph.graph_def)
     # For this executor Grappler breaks nothing up; the name does nothing else.
     config.experimental.executor_type = ONE_BY_ONE
-    return _optimise(config, meta_graph)
+    optimised = _optimise(config, meta_graph)
+    return optimised, optimised
 
 
 def _optimise(

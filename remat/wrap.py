@@ -202,8 +202,13 @@ class _TrainFunction:
             self._step = ReplicatedStep(model, model.remat.start)
         else:
             function = model.remat.start(model.train_step, model.name)
-            self._step = lambda batch, traced_for: function.traced_for(traced_for)(batch)
+            self._step = functools.partial(self._planned, function)
         self._traced: list[Any] | None = None
+        self._latest: CompiledStep | None = None
+
+    def _planned(self, function: Function, batch: Any, traced_for: Signature | None) -> Any:
+        self._latest, tensors = function.traced_for(traced_for).find((batch,), {})
+        return self._latest(*tensors)
 
     def __call__(self, iterator: Iterator[Any]) -> Any:
         logs = None
@@ -218,6 +223,9 @@ class _TrainFunction:
             if self._traced is None:  # now that everything is built
                 self._traced = _traced(self._model)
         if logs is None:
+            if self._latest is not None and self._model.steps_per_execution == 1:
+                # Keras's graph has taken no batch, but has the effects that wait for none.
+                self._latest.prepared.trace.run_unfed()
             raise StopIteration
         return logs
 

@@ -184,6 +184,47 @@ answer(same=same(ours, theirs), count=len(ours),
     assert found["batches"] == [32, 16]
 
 
+def test_data_of_unknown_length() -> None:
+    """Keras looks for one batch more than there are, which moves seeds, counts and weights."""
+    found = run(
+        _PRELUDE
+        + """
+def generated(size):
+    def generate():
+        for start in range(0, len(x), 32):  # the last is smaller
+            yield x[start:start + 32], y[start:start + 32]
+    shapes = (tf.TensorSpec((size, 16, 16, 3)), tf.TensorSpec((size,), tf.int64))
+    return tf.data.Dataset.from_generator(generate, output_signature=shapes)
+
+def even(size):
+    return generated(size).take(2)
+
+def train(model, optimizer, data):
+    model.compile(optimizer(), crossentropy, metrics=["accuracy"])
+    keras.utils.set_random_seed(2)
+    history = model.fit(data, epochs=3, verbose=0).history
+    return [*variables(model), *map(np.array, history.values())]
+
+optimizers = {
+    "weight decay": lambda: keras.optimizers.AdamW(1e-2, weight_decay=0.1),
+    "gradient accumulation, EMA": lambda: keras.optimizers.SGD(
+        1e-2, momentum=0.9, use_ema=True, gradient_accumulation_steps=2
+    ),
+}
+found = {}
+for name, optimizer in optimizers.items():
+    for size, data in ((32, even), (None, generated)):
+        plain = train(network(), optimizer, data(size))
+        ours = train(remat.wrap(network(), budget="64MiB", **CHEAP), optimizer, data(size))
+        found[f"{name}, {size}"] = same(plain, ours)
+answer(**found)
+""",
+        _UNCOUNTED,
+    )
+    assert len(found) == 4
+    assert all(found.values()), found
+
+
 def test_a_batch_by_itself_is_traced_apart_from_those_of_fit() -> None:
     """So it is in Keras, and the last digits depend on what a step is traced for."""
     found = run(

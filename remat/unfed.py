@@ -1,0 +1,100 @@
+"""What a step does where its arguments never come.
+
+Keras takes a batch inside the graph of its step.  Where it does not know how
+many there are, it looks for one more after the last, and whatever does not
+wait for a batch (seeds, the optimizer's count of steps, weight decay) happens
+once more.  Later epochs start from that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
+from tensorflow.core.framework.function_pb2 import FunctionDef
+from tensorflow.core.protobuf import config_pb2
+from tensorflow.python.eager import context
+
+from .allocator import UNWRITTEN
+from .pieces import acts, as_function, parted, readers
+
+_ARGUMENTS = ("_Arg", UNWRITTEN)
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Unfed:
+    """The effects of a step that wait for none of its arguments.
+
+    Attributes:
+      function: has them.
+      captures: what it takes: names of nodes of the step.
+    """
+
+    function: FunctionDef
+    captures: tuple[str, ...]
+
+    def run(self, values: Mapping[str, tf.Tensor]) -> None:
+        """Has the effects, given the captures."""
+        name = self.function.signature.name
+        if not context.context().has_function(name):
+            context.context().add_function_def(self.function)
+        config = config_pb2.ConfigProto()
+        config.graph_options.rewrite_options.disable_meta_optimizer = True
+        tf.raw_ops.StatefulPartitionedCall(
+            args=[values[capture] for capture in self.captures],
+            Tout=[],
+            f=name,
+            config_proto=config.SerializeToString(),
+        )
+
+
+def unfed(graph_def: graph_pb2.GraphDef, arguments: Sequence[str]) -> Unfed:
+    """Finds the effects of a step that wait for none of its arguments.
+
+    Those inside functions that it calls are left out.
+
+    Args:
+      graph_def: the step as it would run, optimised and in pieces.
+      arguments: names of nodes.
+    """
+    reading = readers(graph_def)
+    waiting, left = set(arguments), [*arguments]
+    while left:
+        for reader in reading[left.pop()]:
+            if reader.name not in waiting:
+                waiting.add(reader.name)
+                left.append(reader.name)
+    functions = {function.signature.name for function in graph_def.library.function}
+    nodes = {node.name: node for node in graph_def.node if node.name not in waiting}
+    captures = [node for node in nodes.values() if node.op in _ARGUMENTS]
+    places = {node.name: f"argument_{place}" for place, node in enumerate(captures)}
+
+    def within(references: Iterable[str]) -> list[str]:
+        return [
+            reference.replace(name, places.get(name, name), 1)
+            for reference, (name, _) in zip(references, map(parted, references), strict=True)
+        ]
+
+    function = as_function(
+        f"remat_unfed_{next(_numbers)}",
+        graph_def,
+        nodes,
+        [(node.name, node.attr["T"].type or node.attr["dtype"].type) for node in captures],
+        within,
+        [],
+        [
+            node.name
+            for node in nodes.values()
+            if node.name not in places
+            and acts(node, graph_def)
+            and not any(value.func.name in functions for value in node.attr.values())
+            and node.op not in functions
+        ],
+        device="",
+    )
+    function.attr["_noinline"].b = True  # or the effects in loops and branches would have to end
+    return Unfed(function, tuple(places))
