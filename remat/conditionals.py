@@ -7,7 +7,8 @@ the result of the branch that has run.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -76,8 +77,7 @@ def make_whole(graph_def: graph_pb2.GraphDef, keep: Iterable[str]) -> graph_pb2.
     for name in keep:
         if pieces.places[name]:
             raise UnknownFormError(f"{name} is in a branch")
-    conditionals = [pieces.conditional(group) for group in pieces.groups()]
-    ends = {merge.name: one for one in conditionals for merge in one.merges}
+    ends = {merge.name: one for one in pieces.conditionals() for merge in one.merges}
     whole = graph_pb2.GraphDef(library=graph_def.library, versions=graph_def.versions)
     for node in graph_def.node:
         one = ends.get(node.name)
@@ -96,7 +96,6 @@ def make_whole(graph_def: graph_pb2.GraphDef, keep: Iterable[str]) -> graph_pb2.
                 node.input[slot] = (
                     f"{one.name}:{one.results.index(name)}" if number >= 0 else f"^{one.name}"
                 )
-    in_order(whole)  # two that share operations could each wait for the other
     return whole
 
 
@@ -107,7 +106,7 @@ class _Conditional:
     Attributes:
       test: the tensor that chooses.
       count: of the branches.
-      nodes: all that is in a branch, by name.
+      nodes: what is in its branches, by name.
       merges: where the branches meet again.
       results: the names of those of them whose values are read.
       arguments: the tensors that the branches read.
@@ -202,52 +201,81 @@ class _Pieces:
         source = self.nodes[parted(node.input[0])[0]]
         return source.op in _SWITCHES and not self.places[source.name]
 
-    def _stands_alone(self, node: NodeDef) -> bool:
-        """Whether a node is a constant of a branch, which any conditional can have for itself."""
-        return node.op == "Const" and not node.input
+    def conditionals(self) -> list[_Conditional]:
+        """The conditionals that are not inside others.
 
-    def groups(self) -> list[set[str]]:
-        """The nodes of each conditional that is not inside another, its ends included."""
-        beside: dict[str, list[str]] = {
-            node.name: []
-            for node in self.graph_def.node
-            if (self.places[node.name] and not self._stands_alone(node)) or node.op == "Merge"
-        }
-        for name, neighbours in beside.items():
-            for source, _ in map(parted, self.nodes[name].input):
-                if source in beside:
-                    neighbours.append(source)
-                    beside[source].append(name)
-        groups = []
-        while beside:
-            group, waiting = set(), [next(iter(beside))]
-            while waiting:
-                name = waiting.pop()
-                if name in beside:
-                    group.add(name)
-                    waiting += beside.pop(name)
-            acting = [name for name in group if acts(self.nodes[name], self.graph_def)]
-            if any(not self.places[name] for name in group):
-                groups.append(group)
-            elif acting:
-                raise UnknownFormError(f"nothing waits for {acting[0]}")
-        return groups
+        Each has the ends that share something and come after equally many
+        others; so none waits for another that waits for it.  What has effects
+        is in the first that needs it, the rest in each.
+        """
+        inside: dict[str, set[str]] = {}  # what each end needs of its branches
+        levels: dict[str, int] = {}
+        for node in in_order(self.graph_def):
+            sources = [name for name, _ in map(parted, node.input)]
+            levels[node.name] = max(
+                (levels[name] + (name in inside) for name in sources), default=0
+            )
+            if node.op == "Merge" and not self.places[node.name]:
+                inside[node.name] = self._inside(sources)
+        groups: list[list[str]] = []
+        for merge in sorted(inside, key=levels.__getitem__):
+            beside = [
+                group
+                for group in groups
+                if levels[group[0]] == levels[merge]
+                and any(not inside[merge].isdisjoint(inside[other]) for other in group)
+            ]
+            groups = [group for group in groups if group not in beside]
+            groups.append([*itertools.chain(*beside), merge])
+        groups.sort(key=lambda group: levels[group[0]])
+        done: dict[str, str] = {}  # effects, and the end of the conditional that has them
+        conditionals = []
+        for group in groups:
+            names = set().union(*(inside[merge] for merge in group))
+            conditionals.append(self._conditional(group, names, done))
+            done |= {name: group[0] for name in names if name not in done and self._acts(name)}
+        for name, place in self.places.items():
+            if place and name not in done and self._acts(name):
+                raise UnknownFormError(f"nothing waits for {name}")
+        return conditionals
 
-    def conditional(self, group: Container[str]) -> _Conditional:
-        """What some nodes make up."""
-        nodes = {
-            node.name: node
-            for node in self.graph_def.node
-            if node.name in group or (self.places[node.name] and self._stands_alone(node))
-        }
-        merges = [node for name, node in nodes.items() if not self.places[name]]
-        results = [merge.name for merge in merges if (merge.name, 0) in self.read]
+    def _inside(self, names: Iterable[str]) -> set[str]:
+        """Nodes in branches, and what they need that is in branches, too."""
+        found: set[str] = set()
+        waiting = [*names]
+        while waiting:
+            name = waiting.pop()
+            if self.places[name] and name not in found:
+                found.add(name)
+                waiting += [source for source, _ in map(parted, self.nodes[name].input)]
+        return found
+
+    def _acts(self, name: str) -> bool:
+        return acts(self.nodes[name], self.graph_def)
+
+    def _conditional(
+        self, ends: list[str], names: set[str], done: Mapping[str, str]
+    ) -> _Conditional:
+        """The conditional with some ends.
+
+        Args:
+          ends: their names.
+          names: what is in its branches.
+          done: what has run by then, and after the end of which conditional.
+        """
+        nodes = {name: self.nodes[name] for name in self.nodes if name in names - done.keys()}
+        merges = [self.nodes[name] for name in self.nodes if name in ends]
         arguments, waits = [], []
-        for reader in nodes.values():
+        for reader in [*nodes.values(), *merges]:
             for name, number in map(parted, reader.input):
-                source = self.nodes[name]
                 if name in nodes:
                     continue
+                if name in done:
+                    if number >= 0:
+                        raise UnknownFormError(f"{name} is needed in two conditionals")
+                    waits.append(done[name])
+                    continue
+                source = self.nodes[name]
                 if number < 0:
                     waits.append(name)
                 else:
@@ -261,7 +289,7 @@ class _Pieces:
             count=merges[0].attr["N"].i,
             nodes=nodes,
             merges=merges,
-            results=results,
+            results=[merge.name for merge in merges if (merge.name, 0) in self.read],
             arguments=list(dict.fromkeys(arguments)),
             waits=list(dict.fromkeys(waits)),
         )
@@ -298,8 +326,7 @@ class _Pieces:
             targets = [  # what is in conditionals inside this one is waited for by their ends
                 name
                 for name, node in one.nodes.items()
-                if self.places[name] == (place,)
-                and (node.op == "Merge" or acts(node, self.graph_def))
+                if self.places[name] == (place,) and (node.op == "Merge" or self._acts(name))
             ]
             functions.append(
                 as_function(
@@ -316,8 +343,8 @@ class _Pieces:
             if len(results) != len(one.results):
                 raise UnknownFormError(f"{one.name} takes nothing from branch {number}")
         run = {node.name for function in functions for node in function.node_def}
-        for name, node in one.nodes.items():
-            if self.places[name] and name not in run and acts(node, self.graph_def):
+        for name in one.nodes:
+            if name not in run and self._acts(name):
                 raise UnknownFormError(f"{name} is in no branch of {one.name}")
         return functions
 

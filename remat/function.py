@@ -26,7 +26,7 @@ from . import collectives
 from .planning import StepPlan
 from .solvers import PlanError
 from .step import CompiledStep, Options, draws
-from .trace import TraceError
+from .trace import TraceError, tracing
 
 Signature = tuple[tf.TensorSpec, ...]
 
@@ -120,7 +120,12 @@ class Function:
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one step; the first call with a signature plans it."""
+        """Runs one step; the first call with a signature plans it.
+
+        Called by a step that is planned itself, it is a part of that step's plan.
+        """
+        if tracing():
+            return tf.function(self._step, autograph=self._autograph)(*args, **kwargs)
         step, tensors = self.find(args, kwargs)
         if not tf.inside_function():
             collectives.check_side_by_side(step.prepared.program, self._name)

@@ -74,7 +74,7 @@ def in_order(graph_def: graph_pb2.GraphDef) -> list[NodeDef]:
 
 def acts(node: NodeDef, graph_def: graph_pb2.GraphDef) -> bool:
     """Whether it matters that an operation runs, and how often."""
-    if node.op == "ReadVariableOp":
+    if node.op in ("ReadVariableOp", "VariableShape"):
         return False
     for function in graph_def.library.function:
         if function.signature.name == node.op:

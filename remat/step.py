@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import record as tape
 
 from . import allocator
 from .arena import Pool
@@ -193,14 +194,22 @@ class CompiledStep:
     def __call__(self, *arguments: Any) -> Any:
         """Runs one step; arguments and results are nests as the function's own."""
         flat = self._flatten(arguments)
+        with tape.stop_recording():
+            results = self._watched(flat)
+        captured = [tensor for _, tensor in self.prepared.program.captures]
+        tape.record_operation("remat", results, [*flat, *captured], self._no_gradient)
+        return self._pack(results)
+
+    def _watched(self, flat: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Runs the step, and sees to it that it stays within the budget."""
         if tf.inside_function() or not self.device.counted:
-            return self._pack(self._execute(flat))
+            return self._execute(flat)
         if self._calls >= self._settling:
             # The counter is left to others; what raises it is seen all the same.
             before = allocator.peak_bytes(self.device)
             results = self._execute(flat)
             self._warn_above_budget(before, allocator.peak_bytes(self.device))
-            return self._pack(results)
+            return results
         with _MEASURING:
             self._calls += 1
             allocator.reset_peak(self.device)
@@ -208,7 +217,14 @@ class CompiledStep:
             self.measured_peak = allocator.peak_bytes(self.device)
             if self.measured_peak > self.budget:
                 self._over_budget()
-        return self._pack(results)
+        return results
+
+    def _no_gradient(self, *_: Any) -> None:
+        raise LookupError(
+            f"the planned step {self.prepared.extraction.graph.name} has no gradient: a plan is "
+            "for a whole training step; put the tape and the update into the planned function, "
+            "and call the model itself where you need a gradient"
+        )
 
     def measure(self, *batch: Any, steps: int = 5) -> Measured:
         """Runs the step, and compares what it takes with what was predicted.

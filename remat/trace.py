@@ -12,26 +12,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2, types_pb2
-from tensorflow.core.protobuf import config_pb2, meta_graph_pb2
+from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.framework import function_def_to_graph, kernels
-from tensorflow.python.grappler import tf_optimizer
 
-from . import conditionals, loops
+from . import conditionals, inline, loops
 from .allocator import UNWRITTEN
 from .executor import ONE_BY_ONE, execution_order
-from .pieces import CALLS, SHAPES, UNINFERABLE, UnknownFormError
+from .pieces import CALLS, SHAPES, UnknownFormError
 from .unfed import Unfed, unfed
 
 _ARGUMENT, _RESULT = "_Arg", "_Retval"  # operations of a function's graph
 _HANDLE_DTYPES, _HANDLE_SHAPES = "_handle_dtypes", "_handle_shapes"  # TensorFlow's own names
 _numbers = itertools.count()
+_here = threading.local()
 
 
 class TraceError(ValueError):
@@ -101,7 +102,11 @@ def trace(
                 "shapes: give every dimension, the batch included"
             )
     traced = tf.function(function, autograph=autograph, jit_compile=False)
-    plain = traced.get_concrete_function(*(traced_for or input_signature))
+    outer, _here.tracing = tracing(), True
+    try:
+        plain = traced.get_concrete_function(*(traced_for or input_signature))
+    finally:
+        _here.tracing = outer
     source = plain.graph
     arguments = len(source.inputs) - len(source.captures)
     graph_def = source.as_graph_def(add_shapes=True)
@@ -109,13 +114,10 @@ def trace(
     nodes = {node.name: node for node in graph_def.node}
     _describe_gradients(source, nodes)
     targets = [op.name for op in source.control_outputs]
-    optimised, effects = _grappler(graph_def, [*inputs, *results, *targets], inputs[:arguments])
+    optimised, effects = _grappler(graph_def, results, [*inputs, *targets], inputs[:arguments])
     shapes = [spec.shape for spec in tf.nest.flatten(list(input_signature))]
     shapes += [tensor.shape for tensor in source.inputs[arguments:]]
     outputs = _as_inputs_and_outputs(optimised, dict(zip(inputs, shapes, strict=True)), results)
-    for node in optimised.node:
-        if node.op in UNINFERABLE and node.name in nodes:
-            node.attr[SHAPES].CopyFrom(nodes[node.name].attr[SHAPES])
     _bypass_loops(optimised)
     loops.one_turn_at_a_time(optimised)
     _rename_functions(optimised)
@@ -134,6 +136,11 @@ def trace(
         plain=plain,
         unfed=effects,
     )
+
+
+def tracing() -> bool:
+    """Whether a step is being traced by this thread."""
+    return getattr(_here, "tracing", False)
 
 
 def _imported(graph_def: graph_pb2.GraphDef) -> tf.Graph:
@@ -330,9 +337,18 @@ def _rename_functions(graph_def: graph_pb2.GraphDef) -> None:
 
 
 def _grappler(
-    graph_def: graph_pb2.GraphDef, keep: Sequence[str], arguments: Sequence[str]
+    graph_def: graph_pb2.GraphDef,
+    results: Sequence[str],
+    keep: Sequence[str],
+    arguments: Sequence[str],
 ) -> tuple[graph_pb2.GraphDef, Unfed]:
-    """Runs Grappler with the settings in force, keeping the named nodes.
+    """Runs Grappler with the settings in force.
+
+    Args:
+      graph_def: the step.
+      results, keep: names of nodes that are there afterwards: those whose
+        values are read, and others.
+      arguments: names of the nodes that are the step's arguments.
 
     Returns:
       The graph, with nothing in pieces, and what happens without the arguments.
@@ -341,52 +357,54 @@ def _grappler(
     config.CopyFrom(context.context().config)
     if config.graph_options.rewrite_options.disable_meta_optimizer:
         return graph_def, unfed(graph_def, arguments)
-    meta_graph = meta_graph_pb2.MetaGraphDef()
-    meta_graph.graph_def.CopyFrom(graph_def)
-    meta_graph.collection_def["train_op"].node_list.value.extend(keep)
     asked = {node.name: node.device for node in graph_def.node}
+    pieces, whole = _in_pieces_and_whole(graph_def, config, results, keep)
+    for node in whole.node:
+        node.device = asked.get(node.name, "")
+    return _restore_sums(whole), unfed(pieces, arguments)
+
+
+def _in_pieces_and_whole(
+    graph_def: graph_pb2.GraphDef,
+    config: config_pb2.ConfigProto,
+    results: Sequence[str],
+    keep: Sequence[str],
+) -> tuple[graph_pb2.GraphDef, graph_pb2.GraphDef]:
+    """What Grappler makes of a graph, and the same with nothing in pieces, to be scheduled."""
+    if loops.keep_shapes(graph_def):
+        for hold in (False, True):
+            held = graph_pb2.GraphDef()
+            held.CopyFrom(graph_def)
+            if hold:
+                conditionals.hold(held)
+            with contextlib.suppress(UnknownFormError):
+                optimised = _optimised(held, config, results, keep)
+                whole = conditionals.make_whole(loops.make_whole(optimised), [*results, *keep])
+                conditionals.release(whole)
+                return optimised, whole
+    # For this executor Grappler breaks nothing up; the name does nothing else.
+    config.experimental.executor_type = ONE_BY_ONE
+    optimised = _optimised(graph_def, config, results, keep)
+    return optimised, optimised
+
+
+def _optimised(
+    graph_def: graph_pb2.GraphDef,
+    config: config_pb2.ConfigProto,
+    results: Sequence[str],
+    keep: Sequence[str],
+) -> graph_pb2.GraphDef:
+    """Runs Grappler on what the runtime makes of a graph before it does."""
+    graph_def = inline.inlined(graph_def, config, results, keep)
     default = tf.config.list_logical_devices()[0].name
     accelerators = tf.config.list_logical_devices("GPU")
     device = accelerators[0].name if accelerators else default
-    for node in meta_graph.graph_def.node:
+    for node in graph_def.node:
         # Some rewrites (convolution + bias) want to know the device; the
         # runtime has placed every node by the time Grappler runs.
         if not node.device:
             node.device = device if _runs_on(node.op, device) else default
-    optimised, whole = _optimised(meta_graph, config, keep, loops.keep_shapes(graph_def))
-    for node in whole.node:
-        node.device = asked.get(node.name, "")
-    return _restore_sums(whole), unfed(optimised, arguments)
-
-
-def _optimised(
-    meta_graph: meta_graph_pb2.MetaGraphDef,
-    config: config_pb2.ConfigProto,
-    keep: Sequence[str],
-    loops_keep_shapes: bool,
-) -> tuple[graph_pb2.GraphDef, graph_pb2.GraphDef]:
-    """What Grappler makes of a graph, and the same with nothing in pieces, to be scheduled."""
-    if loops_keep_shapes:
-        with contextlib.suppress(UnknownFormError):
-            optimised = _optimise(config, meta_graph)
-            return optimised, conditionals.make_whole(loops.make_whole(optimised), keep)
-        conditionals.hold(meta_graph.graph_def)
-        with contextlib.suppress(UnknownFormError):
-            optimised = _optimise(config, meta_graph)
-            whole = loops.make_whole(optimised)
-            conditionals.release(whole)
-            return optimised, whole
-        conditionals.release(meta_graph.graph_def)
-    # For this executor Grappler breaks nothing up; the name does nothing else.
-    config.experimental.executor_type = ONE_BY_ONE
-    optimised = _optimise(config, meta_graph)
-    return optimised, optimised
-
-
-def _optimise(
-    config: config_pb2.ConfigProto, meta_graph: meta_graph_pb2.MetaGraphDef
-) -> graph_pb2.GraphDef:
-    graph_def = tf_optimizer.OptimizeGraph(config, meta_graph)
+    graph_def = inline.optimised(graph_def, config, results, keep)
     for node in graph_def.node:
         node.attr.pop("_class", None)  # "beside" an operation that may be in a branch by now
     return graph_def

@@ -444,3 +444,39 @@ answer(error=error, again=float(step(x)) == value)
     assert "OOM when allocating" in found["error"]
     assert "plan for step" in found["error"]
     assert found["again"]
+
+
+def test_a_planned_function_is_a_part_of_the_step_that_calls_it() -> None:
+    found = run(
+        _PRELUDE
+        + """
+def make(inner):
+    model, optimizer = body(2), keras.optimizers.Adam(0.1)
+    forward = inner(lambda x: tf.reduce_mean(tf.square(model(x, training=True))))
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = forward(x)
+        weights = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+        return loss
+    return step, lambda: [*model.variables, *optimizer.variables]
+
+planned = remat.function(budget="64MiB", **CHEAP)
+plain, _ = trained(lambda: make(tf.function))
+ours, outer = trained(lambda: make(planned), 0.7)
+(x,) = data(1)
+with tf.GradientTape() as tape:
+    tape.watch(x)
+    loss = planned(lambda x: tf.reduce_sum(tf.square(x)))(x)
+try:
+    tape.gradient(loss, x)
+except LookupError as error:
+    message = str(error)
+answer(same=same(plain, ours), plans=len(outer.steps), message=message)
+""",
+        _UNCOUNTED,
+    )
+    assert found["same"]
+    assert found["plans"] == 1
+    assert "has no gradient" in found["message"]
+    assert "whole training step" in found["message"]
