@@ -516,7 +516,8 @@ _COUNTS: Mapping[str, Callable[[OpSignature], Work]] = _table(
         "StatelessRandomUniform StatelessRandomUniformV2 StatelessRandomNormal "
         "StatelessRandomNormalV2 StatelessRandomUniformInt StatelessRandomUniformIntV2 "
         "StatelessRandomUniformFullInt StatelessRandomUniformFullIntV2 StatelessTruncatedNormal "
-        "StatelessTruncatedNormalV2",
+        "StatelessTruncatedNormalV2 StatefulUniform StatefulStandardNormalV2 "
+        "StatefulTruncatedNormal",
     ),
     (_add_n, "AddN AccumulateNV2"),
     (_update, " ".join(_UPDATE_FLOPS)),

@@ -14,6 +14,7 @@ import itertools
 import threading
 import types
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from . import collectives
+from .generators import Generators
 from .planning import StepPlan
 from .solvers import PlanError
 from .step import CompiledStep, Options, draws
@@ -116,6 +118,7 @@ class Function:
         self._parameters = inspect.signature(step)
         self._traced_for: Signature | None = None
         self._compiled: dict[Hashable, CompiledStep] = {}
+        self._generators: defaultdict[Any, Generators] = defaultdict(dict)  # by what is traced
         self._number = next(_numbers)  # the same in all workers, which make the same functions
         self._lock = threading.RLock()
 
@@ -239,8 +242,10 @@ class Function:
                 )
             with self._lock:  # a second thread with this signature waits for the plan
                 if key not in self._compiled:
+                    shared: Generators | None = self._generators[repr(traced_for)]
                     if replica is not None and replica.num_replicas_in_sync > 1:
                         step = collectives.planned_apart(step, self._number)
+                        shared = None  # each has its own
                     self._compiled[key] = CompiledStep(
                         step,
                         signature,
@@ -248,6 +253,7 @@ class Function:
                         self._name,
                         autograph=self._autograph,
                         traced_for=traced_for,
+                        generators=shared,
                         at_least=max((step.budget for step in self.steps), default=0),
                     )
                     if traced_for is not None and len(self._compiled) == 2:
@@ -258,9 +264,10 @@ class Function:
         """Says where plans for two shapes of one trace do not draw as that would."""
         if draws(step.prepared.program):
             warnings.warn(
-                f"{self._name} is planned for batches of two shapes, and draws numbers by "
-                "tf.random: each plan has a generator of its own, the plain step one for both, so "
-                "they are not the plain step's; keras.random with a SeedGenerator is exact",
+                f"{self._name} is planned for batches of two shapes, and draws numbers in a loop "
+                "or a branch, or of a kind (integers, categories) for which each plan has a "
+                "generator of its own; the plain step has one for both, so they are not the plain "
+                "step's; keras.random with a SeedGenerator is exact",
                 RuntimeWarning,
                 stacklevel=4,
             )

@@ -68,18 +68,22 @@ def optimised(
     """Runs Grappler.
 
     Args:
-      results: names of nodes whose values are read.
+      results: names of nodes whose values are read.  (Grappler wants one; it may be any.)
       keep: names of nodes that are there afterwards.
     """
     meta_graph = meta_graph_pb2.MetaGraphDef()
     meta_graph.graph_def.CopyFrom(graph_def)
     # What is in a collection of any other name is kept, without anyone reading it.
-    meta_graph.collection_def["train_op"].node_list.value.extend(results)
+    meta_graph.collection_def["train_op"].node_list.value.extend(results or keep[:1])
     meta_graph.collection_def["remat"].node_list.value.extend(keep)
-    shapes = {node.name: node.attr[SHAPES] for node in graph_def.node if node.op in UNINFERABLE}
+    shapes = {
+        node.name: node.attr[SHAPES]
+        for node in graph_def.node
+        if node.op in UNINFERABLE and SHAPES in node.attr
+    }
     found = tf_optimizer.OptimizeGraph(config, meta_graph)
     for node in found.node:
-        if node.op in UNINFERABLE and node.name in shapes:
+        if node.name in shapes:
             node.attr[SHAPES].CopyFrom(shapes[node.name])
     return found
 
@@ -140,10 +144,11 @@ def _unmark(nodes: Sequence[NodeDef]) -> list[NodeDef]:
                 reference = sources[_name(reference)]
             node.input[slot] = reference
         _stop_waiting(node, sources)
-    idle = {node.name for node in kept if _START in node.name and not node.input}
-    for node in kept:
-        _stop_waiting(node, idle)
-    return [node for node in kept if node.name not in idle]
+    while idle := {node.name for node in kept if _START in node.name and not node.input}:
+        kept = [node for node in kept if node.name not in idle]
+        for node in kept:
+            _stop_waiting(node, idle)
+    return kept
 
 
 def _stop_waiting(node: NodeDef, names: Container[str]) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from .arena import GRAIN, LEAST_AREA, Layout, OutOfMemoryError, Pool, aligned, slots_end
 from .calibrate import Corrections
 from .extract import Extraction, expand, extract
+from .generators import Generators
 from .memory import (
     Event,
     Fillers,
@@ -164,10 +165,17 @@ def read(
     *,
     autograph: bool = False,
     traced_for: Sequence[Any] | None = None,
+    generators: Generators | None = None,
 ) -> tuple[Trace, Program]:
     """Traces a step; takes no memory on the device.  The arguments are ``trace``'s."""
     if traced_for is not None:
-        traced = trace(function, input_signature, autograph=autograph, traced_for=traced_for)
+        traced = trace(
+            function,
+            input_signature,
+            autograph=autograph,
+            traced_for=traced_for,
+            generators=generators,
+        )
         try:
             return traced, order_sums(merge_bias_gradients(build(traced)))
         except TraceError:

@@ -183,6 +183,7 @@ ON_VARIABLES = (
     "ResourceApply", "ResourceSparseApply", "ResourceScatter", "ResourceGather",
     "ResourceStridedSliceAssign", "DisableCopyOnRead",
     "Random", "TruncatedNormal", "Multinomial", "ParameterizedTruncatedNormal",
+    "StatefulUniform", "StatefulStandardNormal", "StatefulTruncatedNormal",
 )  # fmt: skip
 
 # Outputs that are their input.

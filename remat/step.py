@@ -19,6 +19,7 @@ from tensorflow.python.eager import record as tape
 from . import allocator
 from .arena import Pool
 from .calibrate import Corrections, compare
+from .generators import Generators
 from .loops import LOOPS
 from .lower import held_constants, lower
 from .measure import measure
@@ -100,6 +101,7 @@ class CompiledStep:
         *,
         autograph: bool = False,
         traced_for: Sequence[Any] | None = None,
+        generators: Generators | None = None,
         at_least: int = 0,
     ) -> None:
         """Plans a step.
@@ -111,12 +113,13 @@ class CompiledStep:
           name: for people.
           autograph: whether to convert Python's control flow over tensors.
           traced_for: what the plain step is traced for, where that leaves
-            dimensions open; see ``trace``.
+            dimensions open; generators: what those shapes share; see ``trace``.
           at_least: bytes below which a budget given as a share is not taken:
             what other steps of the same training may reach anyway.
         """
         self.options = options
         self.signature = tuple(input_signature)
+        self._generators = generators  # a handle alone keeps no variable alive
         self._at_least = at_least
         self.device = allocator.device_at_hand()
         self.measured_peak: int | None = None
@@ -132,7 +135,11 @@ class CompiledStep:
             with self._timed("trace"):
                 say.line("tracing the step")
                 traced, program = read(
-                    function, input_signature, autograph=autograph, traced_for=traced_for
+                    function,
+                    input_signature,
+                    autograph=autograph,
+                    traced_for=traced_for,
+                    generators=generators,
                 )
             self._make(traced, program, name, say)
         self.interrupted = say.interrupted

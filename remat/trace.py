@@ -26,6 +26,7 @@ from tensorflow.python.framework import function_def_to_graph, kernels
 from . import conditionals, inline, loops
 from .allocator import UNWRITTEN
 from .executor import ONE_BY_ONE, execution_order
+from .generators import Generators, share
 from .pieces import CALLS, SHAPES, UnknownFormError
 from .unfed import Unfed, unfed
 
@@ -78,6 +79,7 @@ def trace(
     *,
     autograph: bool = False,
     traced_for: Sequence[Any] | None = None,
+    generators: Generators | None = None,
 ) -> Trace:
     """Traces ``function`` for arguments of the given ``tf.TensorSpec`` nests.
 
@@ -89,9 +91,10 @@ def trace(
         dimensions open.  Grappler does other things to a graph whose shapes it
         does not know, and results differ in the last digits; so the step is
         optimised for these shapes, and only then told its real ones.
+      generators: those that all shapes of ``traced_for`` have in common.
 
     Raises:
-      TraceError: if an argument's shape is not static.
+      TraceError: if an argument's shape is not static, or the step does nothing.
     """
     for spec in tf.nest.flatten(list(input_signature)):
         if not isinstance(spec, tf.TensorSpec):
@@ -114,10 +117,13 @@ def trace(
     nodes = {node.name: node for node in graph_def.node}
     _describe_gradients(source, nodes)
     targets = [op.name for op in source.control_outputs]
+    if not results and not targets:
+        raise TraceError("the step returns no tensor and changes no variable: nothing to plan")
     optimised, effects = _grappler(graph_def, results, [*inputs, *targets], inputs[:arguments])
     shapes = [spec.shape for spec in tf.nest.flatten(list(input_signature))]
     shapes += [tensor.shape for tensor in source.inputs[arguments:]]
     outputs = _as_inputs_and_outputs(optimised, dict(zip(inputs, shapes, strict=True)), results)
+    shared = [] if generators is None else share(optimised, generators)
     _bypass_loops(optimised)
     loops.one_turn_at_a_time(optimised)
     _rename_functions(optimised)
@@ -126,9 +132,12 @@ def trace(
         graph_def=optimised,
         graph=_imported(optimised),
         inputs=tuple(inputs[:arguments]),
-        captures=tuple(
-            (name, external)
-            for name, (external, _) in zip(inputs[arguments:], source.captures, strict=True)
+        captures=(
+            *(
+                (name, external)
+                for name, (external, _) in zip(inputs[arguments:], source.captures, strict=True)
+            ),
+            *shared,
         ),
         outputs=tuple(outputs),
         targets=tuple(targets),

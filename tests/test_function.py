@@ -480,3 +480,27 @@ answer(same=same(plain, ours), plans=len(outer.steps), message=message)
     assert found["plans"] == 1
     assert "has no gradient" in found["message"]
     assert "whole training step" in found["message"]
+
+
+def test_steps_without_results_and_without_effects() -> None:
+    found = run(
+        """
+cheap = dict(budget="64MiB", profile={}, check=False)
+count = tf.Variable(0.0)
+
+@remat.function(**cheap)
+def counted(x):
+    count.assign_add(tf.reduce_sum(x))
+
+result = counted(tf.ones(3))
+try:
+    remat.function(**cheap)(lambda x: None)(tf.ones(3))
+except remat.TraceError as error:
+    message = str(error)
+answer(result=result, count=float(count), message=message)
+""",
+        _UNCOUNTED,
+    )
+    assert found["result"] is None
+    assert found["count"] == 3
+    assert "nothing to plan" in found["message"]
