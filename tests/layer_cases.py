@@ -245,6 +245,21 @@ class Nested(Control):
         return tf.while_loop(lambda i, _: i < 3, outer, (0, x))[1]
 
 
+class Called(layers.Layer):
+    """Functions that call functions, with a branch in the inner one."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]))
+
+    @tf.function
+    def call(self, x: Any) -> Any:
+        return tf.nn.gelu(self.inner(x / 3.0) @ self.kernel) + self.inner(x)
+
+    @tf.function
+    def inner(self, x: Any) -> Any:
+        return tf.cond(tf.reduce_mean(x) > 0, lambda: tf.tanh(x / 7.0), lambda: x * 0.3)
+
+
 class Python(layers.Layer):
     """A Python function, with a gradient of its own."""
 
@@ -460,6 +475,7 @@ CASES = {
     "py_function": Case(stack(Python), recomputes=False),
     "cond, while_loop and map_fn": Case(stack(Control), recomputes=False),
     "loops in loops": Case(stack(Nested), recomputes=False),
+    "functions": Case(stack(Called)),
     "regularizers and add_loss": Case(regularized),
     "shared and frozen layers, dicts": Case(
         shared_and_frozen,
