@@ -7,8 +7,8 @@ the result of the branch that has run.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -30,6 +30,8 @@ from .pieces import (
 _CONDITIONALS = ("If", "StatelessIf", "Case", "StatelessCase")
 _SWITCHES = ("Switch", "_SwitchN")  # into two branches, into any number
 _HELD = "_remat_lowered"
+# The name of an end says which conditional it is of.
+_END = re.compile(r"(.+)/(?:output|merge|branch_executed)/_\d+")
 
 # The branches that an operation is in, the outermost first: which tensor chooses, and its number.
 _Place = tuple[tuple[tuple[str, int], int], ...]
@@ -61,8 +63,7 @@ def make_whole(graph_def: graph_pb2.GraphDef, keep: Iterable[str]) -> graph_pb2.
     """The graph with one ``If`` or ``Case`` for each conditional that is in pieces.
 
     Its functions are in the graph's library; conditionals inside it stay in
-    pieces.  What was one conditional becomes several where its parts have
-    nothing to do with each other.
+    pieces.
 
     Args:
       graph_def: without loops in pieces.
@@ -96,6 +97,7 @@ def make_whole(graph_def: graph_pb2.GraphDef, keep: Iterable[str]) -> graph_pb2.
                 node.input[slot] = (
                     f"{one.name}:{one.results.index(name)}" if number >= 0 else f"^{one.name}"
                 )
+    in_order(whole)  # raises where two would wait for each other
     return whole
 
 
@@ -204,40 +206,40 @@ class _Pieces:
     def conditionals(self) -> list[_Conditional]:
         """The conditionals that are not inside others.
 
-        Each has the ends that share something and come after equally many
-        others; so none waits for another that waits for it.  What has effects
-        is in the first that needs it, the rest in each.
+        What several need (equal operations are one by now) each computes for itself.
         """
-        inside: dict[str, set[str]] = {}  # what each end needs of its branches
-        levels: dict[str, int] = {}
-        for node in in_order(self.graph_def):
-            sources = [name for name, _ in map(parted, node.input)]
-            levels[node.name] = max(
-                (levels[name] + (name in inside) for name in sources), default=0
-            )
+        ends: dict[str, list[NodeDef]] = {}
+        for node in self.graph_def.node:
             if node.op == "Merge" and not self.places[node.name]:
-                inside[node.name] = self._inside(sources)
-        groups: list[list[str]] = []
-        for merge in sorted(inside, key=levels.__getitem__):
-            beside = [
-                group
-                for group in groups
-                if levels[group[0]] == levels[merge]
-                and any(not inside[merge].isdisjoint(inside[other]) for other in group)
-            ]
-            groups = [group for group in groups if group not in beside]
-            groups.append([*itertools.chain(*beside), merge])
-        groups.sort(key=lambda group: levels[group[0]])
-        done: dict[str, str] = {}  # effects, and the end of the conditional that has them
-        conditionals = []
-        for group in groups:
-            names = set().union(*(inside[merge] for merge in group))
-            conditionals.append(self._conditional(group, names, done))
-            done |= {name: group[0] for name in names if name not in done and self._acts(name)}
+                found = _END.fullmatch(node.name)
+                ends.setdefault(found[1] if found else node.name, []).append(node)
+        conditionals = [self._conditional(merges) for merges in ends.values()]
+        of: dict[str, list[_Conditional]] = {}
+        for one in conditionals:
+            for name in one.nodes:
+                of.setdefault(name, []).append(one)
         for name, place in self.places.items():
-            if place and name not in done and self._acts(name):
-                raise UnknownFormError(f"nothing waits for {name}")
+            if not place:
+                continue
+            several = of.get(name, [])
+            if self._acts(name) and len(several) != 1:
+                raise UnknownFormError(f"{name} is in {len(several)} conditionals")
+            if len(several) > 1 and any(map(self._changes(name), several)):
+                raise UnknownFormError(f"{name} is read in two conditionals, and changed")
         return conditionals
+
+    def _changes(self, name: str) -> Callable[[_Conditional], bool]:
+        """Whether a conditional may change a variable that a node reads."""
+        read = {parted(reference) for reference in self.nodes[name].input}
+        handles = {key for key in read if self._type(*key) == types_pb2.DT_RESOURCE}
+
+        def changes(one: _Conditional) -> bool:
+            return any(
+                self._acts(other) and not handles.isdisjoint(map(parted, self.nodes[other].input))
+                for other in one.nodes
+            )
+
+        return changes
 
     def _inside(self, names: Iterable[str]) -> set[str]:
         """Nodes in branches, and what they need that is in branches, too."""
@@ -253,27 +255,14 @@ class _Pieces:
     def _acts(self, name: str) -> bool:
         return acts(self.nodes[name], self.graph_def)
 
-    def _conditional(
-        self, ends: list[str], names: set[str], done: Mapping[str, str]
-    ) -> _Conditional:
-        """The conditional with some ends.
-
-        Args:
-          ends: their names.
-          names: what is in its branches.
-          done: what has run by then, and after the end of which conditional.
-        """
-        nodes = {name: self.nodes[name] for name in self.nodes if name in names - done.keys()}
-        merges = [self.nodes[name] for name in self.nodes if name in ends]
+    def _conditional(self, merges: list[NodeDef]) -> _Conditional:
+        """The conditional with some ends."""
+        inside = self._inside(name for merge in merges for name, _ in map(parted, merge.input))
+        nodes = {name: node for name, node in self.nodes.items() if name in inside}
         arguments, waits = [], []
         for reader in [*nodes.values(), *merges]:
             for name, number in map(parted, reader.input):
                 if name in nodes:
-                    continue
-                if name in done:
-                    if number >= 0:
-                        raise UnknownFormError(f"{name} is needed in two conditionals")
-                    waits.append(done[name])
                     continue
                 source = self.nodes[name]
                 if number < 0:
