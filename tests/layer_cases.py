@@ -245,6 +245,31 @@ class Nested(Control):
         return tf.while_loop(lambda i, _: i < 3, outer, (0, x))[1]
 
 
+class Dropped(layers.Layer):
+    """A block that is left out at random: averages and a seed move in the branch that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [layers.Dense(8), layers.BatchNormalization(), layers.Dropout(0.2)]
+        self.seed = keras.random.SeedGenerator(3)
+
+    def build(self, shape: Any) -> None:
+        for part in self.parts:
+            part.build((*shape[:-1], 8))
+
+    def block(self, x: Any) -> Any:
+        y = x
+        for part in self.parts:
+            y = part(y, training=True) if part is not self.parts[0] else part(y)
+        return x + tf.nn.gelu(y / 3.0)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if not training:
+            return x
+        drawn = keras.random.uniform((), seed=self.seed)
+        return tf.cond(drawn > 0.4, lambda: self.block(x), lambda: x * 0.5)
+
+
 class Called(layers.Layer):
     """Functions that call functions, with a branch in the inner one."""
 
@@ -476,6 +501,7 @@ CASES = {
     "cond, while_loop and map_fn": Case(stack(Control), recomputes=False),
     "loops in loops": Case(stack(Nested), recomputes=False),
     "functions": Case(stack(Called)),
+    "blocks left out": Case(stack(Dropped, Dropped)),
     "regularizers and add_loss": Case(regularized),
     "shared and frozen layers, dicts": Case(
         shared_and_frozen,
