@@ -27,11 +27,11 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2
-from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context, execute
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from . import allocator, timeline
+from .lower import as_written
 from .profiles import roofline
 from .profiles.signature import OpSignature, TensorType
 from .signatures import UnmeasurableError, arguments_of, is_parameter, node_of, op_def_of
@@ -90,9 +90,7 @@ class Bench:
         self.device = device
         self._context = context.context()
         self._context.ensure_initialized()
-        config = config_pb2.ConfigProto()
-        config.graph_options.rewrite_options.disable_meta_optimizer = True
-        self._attrs = ("executor_type", "", "config_proto", config.SerializeToString())
+        self._attrs = ("executor_type", "", "config_proto", as_written())
         with tf.device(self.device):
             self._reference = tf.ones([512, 512])
         try:

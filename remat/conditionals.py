@@ -8,7 +8,7 @@ the result of the branch that has run.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -17,6 +17,7 @@ from tensorflow.core.framework.function_pb2 import FunctionDef
 from tensorflow.core.framework.node_def_pb2 import NodeDef
 
 from .pieces import (
+    CALLS,
     LOWERED,
     SHAPES,
     UNINFERABLE,
@@ -54,7 +55,7 @@ def _rename(graph_def: graph_pb2.GraphDef, old: str, new: str) -> None:
         for node in waiting.pop():
             if node.op in _CONDITIONALS and old in node.attr:
                 node.attr[new].CopyFrom(node.attr.pop(old))
-            called = node.attr["f"].func.name if node.op.endswith("PartitionedCall") else node.op
+            called = node.attr["f"].func.name if node.op in CALLS else node.op
             if called in functions:
                 waiting.append(functions.pop(called).node_def)
 
@@ -214,32 +215,30 @@ class _Pieces:
                 found = _END.fullmatch(node.name)
                 ends.setdefault(found[1] if found else node.name, []).append(node)
         conditionals = [self._conditional(merges) for merges in ends.values()]
-        of: dict[str, list[_Conditional]] = {}
-        for one in conditionals:
-            for name in one.nodes:
-                of.setdefault(name, []).append(one)
+        changed = [self._variables(filter(self._acts, one.nodes)) for one in conditionals]
         for name, place in self.places.items():
             if not place:
                 continue
-            several = of.get(name, [])
+            several = [number for number, one in enumerate(conditionals) if name in one.nodes]
             if self._acts(name) and len(several) != 1:
                 raise UnknownFormError(f"{name} is in {len(several)} conditionals")
-            if len(several) > 1 and any(map(self._changes(name), several)):
-                raise UnknownFormError(f"{name} is read in two conditionals, and changed")
+            if len(several) > 1:
+                read = self._variables([name])
+                if any(not read.isdisjoint(changed[number]) for number in several):
+                    raise UnknownFormError(f"{name} is read in two conditionals, and changed")
         return conditionals
 
-    def _changes(self, name: str) -> Callable[[_Conditional], bool]:
-        """Whether a conditional may change a variable that a node reads."""
-        read = {parted(reference) for reference in self.nodes[name].input}
-        handles = {key for key in read if self._type(*key) == types_pb2.DT_RESOURCE}
-
-        def changes(one: _Conditional) -> bool:
-            return any(
-                self._acts(other) and not handles.isdisjoint(map(parted, self.nodes[other].input))
-                for other in one.nodes
-            )
-
-        return changes
+    def _variables(self, names: Iterable[str]) -> set[tuple[str, int]]:
+        """The handles that nodes take, as they are outside of all branches."""
+        found = set()
+        for name in names:
+            for source, number in map(parted, self.nodes[name].input):
+                if number < 0 or self._type(source, number) != types_pb2.DT_RESOURCE:
+                    continue
+                while self.nodes[source].op in ("Identity", *_SWITCHES):
+                    source, number = parted(self.nodes[source].input[0])
+                found.add((source, number))
+        return found
 
     def _inside(self, names: Iterable[str]) -> set[str]:
         """Nodes in branches, and what they need that is in branches, too."""

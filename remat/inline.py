@@ -18,7 +18,7 @@ from tensorflow.core.protobuf import config_pb2, meta_graph_pb2
 from tensorflow.python.grappler import tf_optimizer
 
 from .loops import LOOPS
-from .pieces import CALLS, LOWERED, SHAPES, UNINFERABLE
+from .pieces import CALLS, LOWERED, SHAPES, UNINFERABLE, name_of
 
 _MARK = "remat_reads"  # in the names of identities before calls
 _START = "/input_control_node/"  # in the name of what a call's operations wait for
@@ -140,8 +140,8 @@ def _unmark(nodes: Sequence[NodeDef]) -> list[NodeDef]:
     kept = [node for node in nodes if node.name not in sources]
     for node in kept:
         for slot, reference in enumerate(node.input):
-            while _name(reference) in sources and not reference.startswith("^"):
-                reference = sources[_name(reference)]
+            while name_of(reference) in sources and not reference.startswith("^"):
+                reference = sources[name_of(reference)]
             node.input[slot] = reference
         _stop_waiting(node, sources)
     while idle := {node.name for node in kept if _START in node.name and not node.input}:
@@ -156,7 +156,3 @@ def _stop_waiting(node: NodeDef, names: Container[str]) -> None:
     if len(kept) < len(node.input):
         del node.input[:]
         node.input.extend(kept)
-
-
-def _name(reference: str) -> str:
-    return reference.removeprefix("^").partition(":")[0]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2, types_pb2
+from tensorflow.core.framework.function_pb2 import FunctionDef
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context
 
@@ -83,18 +84,13 @@ def lower(
         )
 
     for definition in program.library.library.function:
-        # The graph knows the functions that its operations call; the runtime
-        # knows only those that were called from Python.
-        if not context.context().has_function(definition.signature.name):
-            context.context().add_function_def(definition)
+        register(definition)
     inner = tf.function(
         body,
         input_signature=specs,
         autograph=False,
         experimental_attributes={"_noinline": True},
     ).get_concrete_function()
-    config = config_pb2.ConfigProto()
-    config.graph_options.rewrite_options.disable_meta_optimizer = True
     executor = ONE_BY_ONE if not timed and _runs_one_by_one(program) else ""
     captured = inner.captured_inputs
     kinds = [tensor.dtype for tensor in inner.outputs]
@@ -104,11 +100,25 @@ def lower(
             args=[*arguments, *captured],
             Tout=kinds,
             f=inner,
-            config_proto=config.SerializeToString(),
+            config_proto=as_written(),
             executor_type=executor,
         )
 
     return call
+
+
+def register(definition: FunctionDef) -> None:
+    """Tells the runtime of a function: a graph knows those that its operations call, the
+    runtime only those that were called from Python."""
+    if not context.context().has_function(definition.signature.name):
+        context.context().add_function_def(definition)
+
+
+def as_written() -> bytes:
+    """How a function is to be called so that Grappler leaves it as it is (a ``ConfigProto``)."""
+    config = config_pb2.ConfigProto()
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    return bytes(config.SerializeToString())
 
 
 def _runs_one_by_one(program: Program) -> bool:

@@ -42,6 +42,11 @@ def parted(reference: str) -> tuple[str, int]:
     return name, int(number or 0)
 
 
+def name_of(reference: str) -> str:
+    """The node that a node of a graph or a function reads."""
+    return reference.removeprefix("^").partition(":")[0]
+
+
 def readers(graph_def: graph_pb2.GraphDef) -> dict[str, list[NodeDef]]:
     """What reads each node, once for each edge."""
     found: dict[str, list[NodeDef]] = {node.name: [] for node in graph_def.node}
@@ -76,10 +81,11 @@ def acts(node: NodeDef, graph_def: graph_pb2.GraphDef) -> bool:
     """Whether it matters that an operation runs, and how often."""
     if node.op in ("ReadVariableOp", "VariableShape"):
         return False
-    for function in graph_def.library.function:
-        if function.signature.name == node.op:
-            return function.signature.is_stateful
-    return op_def_registry.get(node.op).is_stateful
+    definition = op_def_registry.get(node.op)
+    if definition is not None:
+        return definition.is_stateful
+    (called,) = (f.signature for f in graph_def.library.function if f.signature.name == node.op)
+    return called.is_stateful
 
 
 def as_function(

@@ -46,6 +46,7 @@ from .solvers.budget import format_bytes, parse_budget
 from .solvers.method import Method
 from .timeline import Allocation, record
 from .trace import Trace
+from .unfed import Unfed, unfed
 
 log = logging.getLogger("remat")
 
@@ -130,6 +131,7 @@ class CompiledStep:
         self._settled_bytes: int | None = None  # in use when a step starts
         self._layouts = 1
         self._unplaced: Callable[..., list[tf.Tensor]] | None = None
+        self._unfed: Unfed | None = None
         say = ProgressLine(options.verbose)
         with say, _garbage_kept():
             with self._timed("trace"):
@@ -201,6 +203,8 @@ class CompiledStep:
     def __call__(self, *arguments: Any) -> Any:
         """Runs one step; arguments and results are nests as the function's own."""
         flat = self._flatten(arguments)
+        if not tape.could_possibly_record():
+            return self._pack(self._watched(flat))
         with tape.stop_recording():
             results = self._watched(flat)
         captured = [tensor for _, tensor in self.prepared.program.captures]
@@ -232,6 +236,13 @@ class CompiledStep:
             "for a whole training step; put the tape and the update into the planned function, "
             "and call the model itself where you need a gradient"
         )
+
+    def run_unfed(self) -> None:
+        """Has the effects that the plain step has where its arguments never come."""
+        traced = self.prepared.trace
+        if self._unfed is None:
+            self._unfed = unfed(traced.pieces, traced.inputs)
+        self._unfed.run(dict(traced.captures))
 
     def measure(self, *batch: Any, steps: int = 5) -> Measured:
         """Runs the step, and compares what it takes with what was predicted.

@@ -27,8 +27,7 @@ from . import conditionals, inline, loops
 from .allocator import UNWRITTEN
 from .executor import ONE_BY_ONE, execution_order
 from .generators import Generators, share
-from .pieces import CALLS, SHAPES, UnknownFormError
-from .unfed import Unfed, unfed
+from .pieces import CALLS, SHAPES, UnknownFormError, name_of
 
 _ARGUMENT, _RESULT = "_Arg", "_Retval"  # operations of a function's graph
 _HANDLE_DTYPES, _HANDLE_SHAPES = "_handle_dtypes", "_handle_shapes"  # TensorFlow's own names
@@ -55,7 +54,8 @@ class Trace:
       targets: node names that must run although nothing reads them.
       structured_outputs: nest of results, whose leaves index ``outputs``.
       plain: the plain concrete function, which the step is compared with.
-      unfed: what happens where its arguments never come.
+      pieces: the graph as TensorFlow runs it, loops and conditionals in pieces;
+        inputs and captures are arguments there, of the same names.
     """
 
     graph_def: graph_pb2.GraphDef
@@ -66,11 +66,7 @@ class Trace:
     targets: tuple[str, ...]
     structured_outputs: Any
     plain: Any
-    unfed: Unfed
-
-    def run_unfed(self) -> None:
-        """Has the effects that the plain step has where its arguments never come."""
-        self.unfed.run(dict(self.captures))
+    pieces: graph_pb2.GraphDef
 
 
 def trace(
@@ -119,7 +115,7 @@ def trace(
     targets = [op.name for op in source.control_outputs]
     if not results and not targets:
         raise TraceError("the step returns no tensor and changes no variable: nothing to plan")
-    optimised, effects = _grappler(graph_def, results, [*inputs, *targets], inputs[:arguments])
+    pieces, optimised = _grappler(graph_def, results, [*inputs, *targets])
     shapes = [spec.shape for spec in tf.nest.flatten(list(input_signature))]
     shapes += [tensor.shape for tensor in source.inputs[arguments:]]
     outputs = _as_inputs_and_outputs(optimised, dict(zip(inputs, shapes, strict=True)), results)
@@ -143,7 +139,7 @@ def trace(
         targets=tuple(targets),
         structured_outputs=plain.structured_outputs,
         plain=plain,
-        unfed=effects,
+        pieces=pieces,
     )
 
 
@@ -244,7 +240,7 @@ def _as_in_the_runtime(graph_def: graph_pb2.GraphDef, plain: Any) -> tuple[list[
             node.attr[_HANDLE_SHAPES].list.shape.append(data.shape)
     for node in graph_def.node:
         for slot, reference in enumerate(node.input):
-            name = reference.removeprefix("^").partition(":")[0]
+            name = name_of(reference)
             node.input[slot] = reference.replace(name, names.get(name, name), 1)
     results = []
     for index, (tensor, result) in enumerate(zip(graph.outputs, signature.output_arg, strict=True)):
@@ -346,31 +342,27 @@ def _rename_functions(graph_def: graph_pb2.GraphDef) -> None:
 
 
 def _grappler(
-    graph_def: graph_pb2.GraphDef,
-    results: Sequence[str],
-    keep: Sequence[str],
-    arguments: Sequence[str],
-) -> tuple[graph_pb2.GraphDef, Unfed]:
+    graph_def: graph_pb2.GraphDef, results: Sequence[str], keep: Sequence[str]
+) -> tuple[graph_pb2.GraphDef, graph_pb2.GraphDef]:
     """Runs Grappler with the settings in force.
 
     Args:
       graph_def: the step.
       results, keep: names of nodes that are there afterwards: those whose
         values are read, and others.
-      arguments: names of the nodes that are the step's arguments.
 
     Returns:
-      The graph, with nothing in pieces, and what happens without the arguments.
+      The graph as it would run, in pieces, and with nothing in pieces.
     """
     config = config_pb2.ConfigProto()
     config.CopyFrom(context.context().config)
     if config.graph_options.rewrite_options.disable_meta_optimizer:
-        return graph_def, unfed(graph_def, arguments)
+        return _copied(graph_def), graph_def
     asked = {node.name: node.device for node in graph_def.node}
     pieces, whole = _in_pieces_and_whole(graph_def, config, results, keep)
     for node in whole.node:
         node.device = asked.get(node.name, "")
-    return _restore_sums(whole), unfed(pieces, arguments)
+    return pieces, _restore_sums(whole)
 
 
 def _in_pieces_and_whole(
@@ -382,8 +374,7 @@ def _in_pieces_and_whole(
     """What Grappler makes of a graph, and the same with nothing in pieces, to be scheduled."""
     if loops.keep_shapes(graph_def):
         for hold in (False, True):
-            held = graph_pb2.GraphDef()
-            held.CopyFrom(graph_def)
+            held = _copied(graph_def)
             if hold:
                 conditionals.hold(held)
             with contextlib.suppress(UnknownFormError):
@@ -394,7 +385,13 @@ def _in_pieces_and_whole(
     # For this executor Grappler breaks nothing up; the name does nothing else.
     config.experimental.executor_type = ONE_BY_ONE
     optimised = _optimised(graph_def, config, results, keep)
-    return optimised, optimised
+    return _copied(optimised), optimised
+
+
+def _copied(graph_def: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
+    copy = graph_pb2.GraphDef()
+    copy.CopyFrom(graph_def)
+    return copy
 
 
 def _optimised(
@@ -432,7 +429,7 @@ def _restore_sums(graph_def: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
         return graph_def
     number = {node.name: i for i, node in enumerate(graph_def.node)}
     producers = [
-        [number[name.lstrip("^").split(":")[0]] for name in node.input] for node in graph_def.node
+        [number[name_of(reference)] for reference in node.input] for node in graph_def.node
     ]
     order = execution_order([node.op for node in graph_def.node], producers)
     rank = {node: position for position, node in enumerate(order)}
@@ -442,7 +439,7 @@ def _restore_sums(graph_def: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
         terms = [graph_def.node[i] for i in producers[number[total.name]]]
         terms = [term for term in terms if term.op == "AssignAdd"]
         terms.sort(key=lambda term: rank[number[term.name]])
-        chain = [graph_def.node[number[variable.split(":")[0]]]]
+        chain = [graph_def.node[number[name_of(variable)]]]
         while chain[-1].op != "TemporaryVariable":  # Assign: variable, zeros
             chain += [graph_def.node[i] for i in producers[number[chain[-1].name]][::-1]]
         removed |= {node.name for node in [*terms, *chain]}

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 from tensorflow.core.framework.function_pb2 import FunctionDef
-from tensorflow.core.protobuf import config_pb2
-from tensorflow.python.eager import context
 
 from .allocator import UNWRITTEN
+from .lower import as_written, register
 from .pieces import acts, as_function, parted, readers
 
 _ARGUMENTS = ("_Arg", UNWRITTEN)
@@ -39,16 +38,12 @@ class Unfed:
 
     def run(self, values: Mapping[str, tf.Tensor]) -> None:
         """Has the effects, given the captures."""
-        name = self.function.signature.name
-        if not context.context().has_function(name):
-            context.context().add_function_def(self.function)
-        config = config_pb2.ConfigProto()
-        config.graph_options.rewrite_options.disable_meta_optimizer = True
+        register(self.function)
         tf.raw_ops.StatefulPartitionedCall(
             args=[values[capture] for capture in self.captures],
             Tout=[],
-            f=name,
-            config_proto=config.SerializeToString(),
+            f=self.function.signature.name,
+            config_proto=as_written(),
         )
 
 

@@ -225,7 +225,7 @@ class _TrainFunction:
         if logs is None:
             if self._latest is not None and self._model.steps_per_execution == 1:
                 # Keras's graph has taken no batch, but has the effects that wait for none.
-                self._latest.prepared.trace.run_unfed()
+                self._latest.run_unfed()
             raise StopIteration
         return logs
 
