@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2, types_pb2
+from tensorflow.core.framework import attr_value_pb2, graph_pb2, types_pb2
 from tensorflow.core.framework.function_pb2 import FunctionDef
 from tensorflow.core.framework.node_def_pb2 import NodeDef
 
@@ -28,7 +28,7 @@ from .pieces import (
     parted,
 )
 
-_CONDITIONALS = ("If", "StatelessIf", "Case", "StatelessCase")
+CONDITIONALS = ("If", "StatelessIf", "Case", "StatelessCase")
 _SWITCHES = ("Switch", "_SwitchN")  # into two branches, into any number
 _HELD = "_remat_lowered"
 # The name of an end says which conditional it is of.
@@ -36,6 +36,13 @@ _END = re.compile(r"(.+)/(?:output|merge|branch_executed)/_\d+")
 
 # The branches that an operation is in, the outermost first: which tensor chooses, and its number.
 _Place = tuple[tuple[tuple[str, int], int], ...]
+
+
+def branches(operation: tf.Operation) -> list[attr_value_pb2.NameAttrList]:
+    """The functions that are the branches of a conditional."""
+    if operation.type.endswith("If"):
+        return [operation.get_attr("else_branch"), operation.get_attr("then_branch")]
+    return list(operation.get_attr("branches"))
 
 
 def hold(graph_def: graph_pb2.GraphDef) -> None:
@@ -53,7 +60,7 @@ def _rename(graph_def: graph_pb2.GraphDef, old: str, new: str) -> None:
     waiting: list[Sequence[NodeDef]] = [graph_def.node]
     while waiting:  # the graph, and what it calls; not the bodies of loops
         for node in waiting.pop():
-            if node.op in _CONDITIONALS and old in node.attr:
+            if node.op in CONDITIONALS and old in node.attr:
                 node.attr[new].CopyFrom(node.attr.pop(old))
             called = node.attr["f"].func.name if node.op in CALLS else node.op
             if called in functions:

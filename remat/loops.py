@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tensorflow.core.framework import graph_pb2, types_pb2
 from tensorflow.core.framework.function_pb2 import FunctionDef
 from tensorflow.core.framework.node_def_pb2 import NodeDef
+from tensorflow.python.framework import function_def_to_graph
 
 from .pieces import LOWERED, SHAPES, UnknownFormError, acts, as_function, parted, readers
 
@@ -20,8 +21,18 @@ def keep_shapes(graph_def: graph_pb2.GraphDef) -> bool:
     """Whether all values of all loops have the shapes with which they go in.
 
     Args:
-      graph_def: before it is optimised, with the shapes of its outputs.
+      graph_def: before it is optimised, with the shapes of all outputs, and of
+        the arguments of its functions.
     """
+    graphs = [graph_def]
+    for function in graph_def.library.function:
+        if any(node.op in LOOPS for node in function.node_def):
+            shapes = function.attr["_input_shapes"].list.shape
+            graphs.append(function_def_to_graph.function_def_to_graph_def(function, shapes)[0])
+    return all(_keeps_shapes(graph) for graph in graphs)
+
+
+def _keeps_shapes(graph_def: graph_pb2.GraphDef) -> bool:
     nodes = {node.name: node for node in graph_def.node}
     for node in graph_def.node:
         if node.op in LOOPS:
@@ -37,14 +48,7 @@ def keep_shapes(graph_def: graph_pb2.GraphDef) -> bool:
                     before = source.attr["shape"].shape
                 if before != after:
                     return False
-    # Of loops in functions it is not known with which shapes they are entered.
-    return all(
-        not shape.unknown_rank and all(dimension.size >= 0 for dimension in shape.dim)
-        for function in graph_def.library.function
-        for node in function.node_def
-        if node.op in LOOPS
-        for shape in node.attr["output_shapes"].list.shape
-    )
+    return True
 
 
 def one_turn_at_a_time(graph_def: graph_pb2.GraphDef) -> None:

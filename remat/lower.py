@@ -22,6 +22,7 @@ from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context
 
 from .allocator import UNWRITTEN
+from .conditionals import CONDITIONALS
 from .executor import ONE_BY_ONE
 from .memory import Event, Fillers
 from .onednn import MERGED, second_name, unmerge
@@ -155,12 +156,14 @@ def build_graph(
     graph_def = graph_pb2.GraphDef()
     graph_def.CopyFrom(program.library)
     names: list[str] = []
+    ends: list[str] = []
     newest: dict[int, int] = {}
     previous: str | None = None
     for index, event in enumerate(events):
         op = program.ops[event.op]
         name = node_name(program, event)
         names.append(name)
+        ends.append(name)
         newest[event.op] = index
         node = graph_def.node.add()
         node.CopyFrom(program.nodes[event.op])
@@ -174,7 +177,7 @@ def build_graph(
         node.input.extend(
             _tensor(program, events, names, source, number) for source, number in event.inputs
         )
-        node.input.extend(f"^{names[newest[effect]]}" for effect in op.controls)
+        node.input.extend(f"^{ends[newest[effect]]}" for effect in op.controls)
         if op.kind not in (Kind.PURE, Kind.ONCE):
             continue
         before: list[str] = []
@@ -185,7 +188,9 @@ def build_graph(
         previous = _give_back(graph_def, f"{_FILLER}{index}/before", before, previous)
         if previous is not None and f"^{previous}" not in node.input:
             node.input.append(f"^{previous}")
-        previous = _give_back(graph_def, f"{_FILLER}{index}/after", during, name)
+        if op.type in CONDITIONALS and op.dtypes:
+            ends[index] = _end(graph_def, name, op.dtypes)
+        previous = _give_back(graph_def, f"{_FILLER}{index}/after", during, ends[index])
         if op.type in _SHIELDED:
             slot = _SHIELDED[op.type]
             shield = graph_def.node.add(name=f"{name}/shield", op="Identity")
@@ -204,6 +209,19 @@ def _tensor(
     if number == 1 and program.ops[events[event].op].type == MERGED:
         return f"{second_name(names[event])}:0"
     return f"{names[event]}:{number}"
+
+
+def _end(graph_def: graph_pb2.GraphDef, name: str, dtypes: Sequence[tf.DType]) -> str:
+    """Adds what is done when all results of a conditional are there.
+
+    What comes after a conditional itself comes after it is known which branch
+    runs, and would not wait until that has read the variables that it reads.
+    """
+    node = graph_def.node.add(name=f"{name}/end", op="IdentityN")
+    node.attr["T"].list.type.extend(dtype.as_datatype_enum for dtype in dtypes)
+    node.input.extend(f"{name}:{number}" for number in range(len(dtypes)))
+    node.input.append(f"^{name}")  # and until what it changes is changed
+    return node.name
 
 
 def _allocate(graph_def: graph_pb2.GraphDef, name: str, count: int, after: str | None) -> str:

@@ -18,10 +18,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2, types_pb2
+from tensorflow.core.framework import (
+    attr_value_pb2,
+    function_pb2,
+    graph_pb2,
+    node_def_pb2,
+    types_pb2,
+)
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context
-from tensorflow.python.framework import function_def_to_graph, kernels
+from tensorflow.python.framework import function_def_to_graph, kernels, smart_cond
 
 from . import conditionals, inline, loops
 from .allocator import UNWRITTEN
@@ -115,7 +121,8 @@ def trace(
     targets = [op.name for op in source.control_outputs]
     if not results and not targets:
         raise TraceError("the step returns no tensor and changes no variable: nothing to plan")
-    pieces, optimised = _grappler(graph_def, results, [*inputs, *targets])
+    with source.as_default():  # which knows the functions
+        pieces, optimised = _grappler(graph_def, results, [*inputs, *targets])
     shapes = [spec.shape for spec in tf.nest.flatten(list(input_signature))]
     shapes += [tensor.shape for tensor in source.inputs[arguments:]]
     outputs = _as_inputs_and_outputs(optimised, dict(zip(inputs, shapes, strict=True)), results)
@@ -173,28 +180,63 @@ def _imported(graph_def: graph_pb2.GraphDef) -> tf.Graph:
 def _results(
     operation: tf.Operation, library: Mapping[str, function_pb2.FunctionDef]
 ) -> list[tf.TensorShape]:
-    """Shapes of an operation's results, if those are what a function says."""
-    if operation.type in CALLS and _static(operation.inputs):
-        return [tensor.shape for tensor in _body(operation, "f", library).outputs]
-    if operation.type == "TensorListStack" and operation.inputs[0].op.type in loops.LOOPS:
-        loop = operation.inputs[0].op
-        if _static(loop.inputs):
-            last = _body(loop, "body", library).outputs[operation.inputs[0].value_index]
-            while last.op.type == "Identity":
-                last = last.op.inputs[0]
-            if last.op.type == "TensorListSetItem":
-                return [operation.outputs[0].shape[:1].concatenate(last.op.inputs[2].shape)]
+    """Shapes of an operation's results, if those are what functions say."""
+    kind, inputs = operation.type, operation.inputs
+    if kind in CALLS and _static(inputs):
+        return [tensor.shape for tensor in _returned(operation.get_attr("f"), inputs, library)]
+    if kind in conditionals.CONDITIONALS and _static(inputs):
+        branches = [
+            [tensor.shape for tensor in _returned(branch, inputs[1:], library)]
+            for branch in conditionals.branches(operation)
+        ]
+        return branches[0] if all(shapes == branches[0] for shapes in branches) else []
+    if kind in ("TensorListStack", "TensorListGetItem"):
+        length, element = _list(inputs[0], library)
+        return [element if kind == "TensorListGetItem" else length.concatenate(element)]
     return []
 
 
-def _body(
-    operation: tf.Operation, attribute: str, library: Mapping[str, function_pb2.FunctionDef]
-) -> tf.Graph:
-    """The function that an operation calls, with the shapes with which it does."""
-    return function_def_to_graph.function_def_to_graph(
-        library[operation.get_attr(attribute).name],
-        input_shapes=[tensor.shape for tensor in operation.inputs],
-    )
+def _list(
+    values: tf.Tensor, library: Mapping[str, function_pb2.FunctionDef]
+) -> tuple[tf.TensorShape, tf.TensorShape]:
+    """The shapes of a list of tensors: its length, and that of each."""
+    operation, inputs = values.op, values.op.inputs
+    found = [(tf.TensorShape([None]), tf.TensorShape(None))]
+    if operation.type in ("Identity", "ZerosLike", "AddN"):
+        found = [_list(same, library) for same in inputs]
+    elif operation.type == "TensorListFromTensor":
+        found = [(inputs[0].shape[:1], inputs[0].shape[1:])]
+    elif operation.type == "TensorListReserve":
+        length = smart_cond.smart_constant_value(inputs[1])
+        found = [(tf.TensorShape([length]), tf.TensorShape(None))]
+    elif operation.type == "TensorListSetItem":
+        found = [(_list(inputs[0], library)[0], inputs[2].shape)]
+    elif operation.type in loops.LOOPS and _static(inputs):
+        after = _returned(operation.get_attr("body"), inputs, library)[values.value_index]
+        found = [_list(inputs[values.value_index], library), _list(after, library)]
+    lengths, elements = zip(*found, strict=True)
+    return _known(lengths), _known(elements)
+
+
+def _known(shapes: Sequence[tf.TensorShape]) -> tf.TensorShape:
+    """The first of some shapes of the same that is known."""
+    return next((shape for shape in shapes if shape.is_fully_defined()), shapes[0])
+
+
+def _returned(
+    called: attr_value_pb2.NameAttrList,
+    arguments: Sequence[tf.Tensor],
+    library: Mapping[str, function_pb2.FunctionDef],
+) -> list[tf.Tensor]:
+    """What a function returns, with the shapes that it has for some arguments."""
+    function = library[called.name]
+    shapes = [tensor.shape for tensor in arguments]
+    graph_def, names = function_def_to_graph.function_def_to_graph_def(function, shapes)
+    del graph_def.library.function[:]
+    graph_def.library.function.extend(library.values())
+    graph = _imported(graph_def)
+    results = [function.ret[result.name] for result in function.signature.output_arg]
+    return [graph.get_tensor_by_name(names[result]) for result in results]
 
 
 def _static(tensors: Sequence[tf.Tensor]) -> bool:

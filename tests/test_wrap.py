@@ -184,6 +184,55 @@ answer(same=same(ours, theirs), count=len(ours),
     assert found["batches"] == [32, 16]
 
 
+def test_control_flow_in_partial_batches() -> None:
+    """The batch's size is open in the plain step: behind functions, loops, lists, branches, too."""
+    found = run(
+        _PRELUDE
+        + """
+import sys
+sys.path.insert(0, "tests")
+from layer_cases import Called, Control, Dropped
+
+class Sequences(keras.layers.Layer):
+    def build(self, shape):
+        self.inner = keras.layers.LSTM(8, return_sequences=True)
+        self.inner.build((None, shape[1], shape[2] * shape[3]))
+
+    @tf.function
+    def call(self, x):
+        rows = self.inner(tf.reshape(x, (-1, x.shape[1], x.shape[2] * x.shape[3])))
+        sums = tf.scan(lambda total, row: total / 3.0 + row, tf.transpose(rows, (1, 0, 2)))
+        return tf.reshape(tf.transpose(sums, (1, 0, 2)), (-1, x.shape[1], 1, 8))
+
+def made(*kinds):
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    return keras.Sequential([
+        keras.Input((16, 16, 3)), layers.Conv2D(8, 3), *[kind() for kind in kinds],
+        layers.Conv2D(8, 1), layers.GlobalAveragePooling2D(), layers.Dense(3),
+    ])
+
+def train(model):
+    optimizer = keras.optimizers.AdamW(1e-2, weight_decay=0.1, global_clipnorm=1.0)
+    model.compile(optimizer, crossentropy)
+    keras.utils.set_random_seed(3)
+    losses = model.fit(x, y, batch_size=32, epochs=2, verbose=0).history["loss"]
+    return [*variables(model), np.array(losses)]
+
+found = {}
+for kinds in ([Dropped, Dropped], [Called, Control], [Sequences]):
+    plain = train(made(*kinds))
+    for again in range(3 if Dropped in kinds else 1):
+        ours = train(remat.wrap(made(*kinds), budget="64MiB", **CHEAP))
+        found[f"{kinds[0].__name__} {again}"] = same(plain, ours)
+answer(**found)
+""",
+        _UNCOUNTED,
+    )
+    assert len(found) == 5
+    assert all(found.values()), found
+
+
 def test_data_of_unknown_length() -> None:
     """Keras looks for one batch more than there are, which moves seeds, counts and weights."""
     found = run(
@@ -239,8 +288,8 @@ class Noise(keras.layers.Layer):
 
 class Other(keras.layers.Layer):
     def call(self, x, training=False):
-        drawn = tf.random.uniform(tf.shape(x), maxval=3, dtype=tf.int32)
-        return x + tf.cast(drawn, x.dtype) if training else x
+        drawn = tf.random.gamma(tf.shape(x)[1:], alpha=3.0)
+        return x + drawn if training else x
 
 def noisy(layer):
     keras.utils.set_random_seed(1)
