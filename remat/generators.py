@@ -16,6 +16,7 @@ from tensorflow.core.framework import graph_pb2, types_pb2
 _PHILOX = 1  # its number among TensorFlow's algorithms
 _FROM_VARIABLE = {
     "RandomUniform": "StatefulUniform",
+    "RandomUniformInt": "StatefulUniformInt",
     "RandomStandardNormal": "StatefulStandardNormalV2",
     "TruncatedNormal": "StatefulTruncatedNormal",
 }
@@ -35,7 +36,8 @@ def share(graph_def: graph_pb2.GraphDef, generators: Generators) -> list[tuple[s
       The handles of the variables, each with the name of the node that stands for it.
     """
     captures = []
-    for node in list(graph_def.node):
+    states = graph_pb2.GraphDef()
+    for node in graph_def.node:
         if node.op not in _FROM_VARIABLE:
             continue
         seed, other_seed = node.attr["seed"].i, node.attr["seed2"].i
@@ -45,14 +47,15 @@ def share(graph_def: graph_pb2.GraphDef, generators: Generators) -> list[tuple[s
             with tf.init_scope():
                 generators[node.name] = tf.Variable([0, other_seed, seed], dtype=tf.int64)
         variable = generators[node.name]
-        state = graph_def.node.add(name=f"{node.name}/generator", op="VarHandleOp")
+        state = states.node.add(name=f"{node.name}/generator", op="VarHandleOp")
         state.attr["dtype"].type = types_pb2.DT_INT64
         state.attr["shape"].shape.CopyFrom(variable.shape.as_proto())
         state.attr["shared_name"].s = state.name.encode()
-        algorithm = graph_def.node.add(name=f"{node.name}/algorithm", op="Const")
+        algorithm = states.node.add(name=f"{node.name}/algorithm", op="Const")
         algorithm.attr["dtype"].type = types_pb2.DT_INT64
         algorithm.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(_PHILOX, tf.int64))
-        drawn, sizes = node.attr["dtype"].type, node.attr["T"].type
+        drawn = node.attr["dtype"].type or node.attr["Tout"].type
+        sizes = node.attr["T"].type
         reads = [state.name, algorithm.name, *node.input]
         node.op = _FROM_VARIABLE[node.op]
         node.attr.clear()
@@ -60,4 +63,8 @@ def share(graph_def: graph_pb2.GraphDef, generators: Generators) -> list[tuple[s
         del node.input[:]
         node.input.extend(reads)
         captures.append((state.name, variable.handle))
+    # In front: numbers are drawn when they were, and so sums are added in the same order.
+    states.node.extend(graph_def.node)
+    del graph_def.node[:]
+    graph_def.node.extend(states.node)
     return captures

@@ -177,11 +177,20 @@ def read(
             generators=generators,
         )
         try:
-            return traced, order_sums(merge_bias_gradients(build(traced)))
+            return traced, _program(traced)
         except TraceError:
             pass  # a loop, say, has lost a shape: agreement up to the last digits is left
     traced = trace(function, input_signature, autograph=autograph)
-    return traced, order_sums(merge_bias_gradients(build(traced)))
+    return traced, _program(traced)
+
+
+def _program(traced: Trace) -> Program:
+    """What a step is made of, with the plain step's bits in whatever order it runs."""
+
+    def made(fold: bool) -> Program:
+        return merge_bias_gradients(build(traced, fold=fold))
+
+    return order_sums(made(fold=True), lambda: made(fold=False))
 
 
 def plain_usage(program: Program, workspace: Mapping[int, int], pool: Pool) -> Usage:

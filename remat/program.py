@@ -327,8 +327,14 @@ _LIST_WRITES = {"TensorListSetItem": 2, "TensorListPushBack": 1}
 _SMALL_CONSTANT = 4096  # bytes of shape arithmetic worth folding
 
 
-def build(trace: Trace) -> Program:
+def build(trace: Trace, *, fold: bool = True) -> Program:
     """Reads a traced step.
+
+    Args:
+      trace: the step.
+      fold: whether arithmetic on shapes becomes constants.  (The plain step
+        computes them where it was traced for a batch of any size, and waits for
+        them.)
 
     Raises:
       TraceError: naming a value whose shape is not static.
@@ -360,8 +366,13 @@ def build(trace: Trace) -> Program:
 
     for operation in operations:
         name, kind = operation.name, _kind(operation, arguments)
-        if kind is Kind.ALIAS and any(
-            ops[values[tensor.name][0]].kind is not Kind.CONSTANT for tensor in operation.inputs[1:]
+        if (
+            fold
+            and kind is Kind.ALIAS
+            and any(
+                ops[values[tensor.name][0]].kind is not Kind.CONSTANT
+                for tensor in operation.inputs[1:]
+            )
         ):
             kind = Kind.PURE  # its shape is computed: not free to clone
         before: frozenset[int] = nothing
@@ -389,7 +400,7 @@ def build(trace: Trace) -> Program:
                 values[tensor.name] = values[source.name]
                 shapes[tensor.name] = shapes[source.name]
             continue
-        if kind is Kind.PURE and (folded := _fold(operation)) is not None:
+        if fold and kind is Kind.PURE and (folded := _fold(operation)) is not None:
             for tensor, array in zip(operation.outputs, folded, strict=True):
                 node = constant_node(f"{name}/{tensor.value_index}", array)
                 values[tensor.name] = (add(constant_op(array, node.name), node), 0)

@@ -10,7 +10,7 @@ order of the plain step.  They also need the terms only one by one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from tensorflow.core.framework import node_def_pb2
@@ -22,8 +22,12 @@ _ADDITION = "AddV2"
 _GROUP = 8  # terms that ``AddN`` adds to each other before it adds them to the others
 
 
-def order_sums(program: Program) -> Program:
+def order_sums(program: Program, plain: Callable[[], Program]) -> Program:
     """Makes additions of each ``AddN`` of three terms or more.
+
+    Args:
+      program: the step.
+      plain: makes the same step as plain TensorFlow runs it, nothing folded.
 
     Returns:
       A program that gives the plain step's bits in whatever order it runs;
@@ -36,9 +40,10 @@ def order_sums(program: Program) -> Program:
     }
     if not sums:
         return program
-    events = plain_events(program)
-    taken_over = requests(program, events, {}).taken_over
-    first = {event.op: taken_over[number] or 0 for number, event in enumerate(events)}
+    theirs = plain()
+    events = plain_events(theirs)
+    taken_over = requests(theirs, events, {}).taken_over
+    first = {theirs.ops[e.op].name: slot or 0 for e, slot in zip(events, taken_over, strict=True)}
     ops: list[Op] = []
     nodes: list[node_def_pb2.NodeDef] = []
     moved: dict[int, Tensor] = {}
@@ -56,7 +61,8 @@ def order_sums(program: Program) -> Program:
     for index, (op, node) in enumerate(zip(program.ops, program.nodes, strict=True)):
         inputs = [(moved[source][0], number) for source, number in op.inputs]
         if index in sums:
-            inputs[0], inputs[first[index]] = inputs[first[index]], inputs[0]
+            slot = first[op.name]
+            inputs[0], inputs[slot] = inputs[slot], inputs[0]
             together = functools.partial(add, total=index)
             parts = [functools.reduce(together, inputs[group]) for group in _groups(len(inputs))]
             moved[index] = functools.reduce(together, parts)

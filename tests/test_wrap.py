@@ -284,6 +284,7 @@ class Noise(keras.layers.Layer):
         if not training:
             return x
         x = tf.nn.dropout(x + tf.random.normal(tf.shape(x)) * tf.random.uniform(tf.shape(x)), 0.2)
+        x += tf.cast(tf.random.uniform(tf.shape(x), -1, 4, tf.int32), x.dtype)
         return x + tf.random.truncated_normal(tf.shape(x), stddev=0.1)
 
 class Other(keras.layers.Layer):
