@@ -13,6 +13,7 @@ import base64
 import hashlib
 import io
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -178,8 +179,13 @@ def read(
         )
         try:
             return traced, _program(traced)
-        except TraceError:
-            pass  # a loop, say, has lost a shape: agreement up to the last digits is left
+        except TraceError as error:  # a loop, say, has lost a shape
+            warnings.warn(
+                "the step is planned as traced for its batch alone; plain TensorFlow traces it for "
+                f"batches of any size, and may differ in the last digits: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
     traced = trace(function, input_signature, autograph=autograph)
     return traced, _program(traced)
 

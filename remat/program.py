@@ -400,14 +400,15 @@ def build(trace: Trace, *, fold: bool = True) -> Program:
                 values[tensor.name] = values[source.name]
                 shapes[tensor.name] = shapes[source.name]
             continue
-        if fold and kind is Kind.PURE and (folded := _fold(operation)) is not None:
+        folded = _fold(operation) if kind is Kind.PURE else None
+        if fold and folded is not None:
             for tensor, array in zip(operation.outputs, folded, strict=True):
                 node = constant_node(f"{name}/{tensor.value_index}", array)
                 values[tensor.name] = (add(constant_op(array, node.name), node), 0)
                 shapes[tensor.name] = array.shape
             continue
         for tensor in operation.outputs:
-            shape = _shape(tensor)
+            shape = _shape(tensor) if folded is None else folded[tensor.value_index].shape
             if shape is None:
                 shape, kind = _largest(operation, tensor, shapes), Kind.ONCE
             if shape is None:
