@@ -234,8 +234,11 @@ def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid | Non
             del tensor
     sizes = pool.slots
     end = slots_end(sizes)
+    cuts = _made_uneven(device, others, sizes)
+    in_use += len(cuts) * ALIGNMENT
     left = budget - in_use
     block, walls = _into_hole(device, block, others, left)
+    walls += cuts
     area = min(block.bytes, left - sum(_usable(others, left))) - end
     beyond = block.bytes - end - area
     if area < LEAST_AREA * left:
@@ -266,6 +269,27 @@ def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid | Non
     )
     _laid[device.name] = Laid(layout, block, walls)
     return _laid[device.name]
+
+
+def _made_uneven(
+    device: Device, others: list[tuple[tf.Tensor, int]], sizes: Iterable[int]
+) -> list[tf.Tensor]:
+    """Makes free chunks smaller that are as large as a slot: they would serve in its stead.
+
+    Args:
+      device: whose allocator.
+      others: all free chunks outside the block, which are changed accordingly.
+      sizes: of the slots.
+
+    Returns:
+      What they are made smaller by.
+    """
+    cuts = []
+    for size in [chunk for _, chunk in others if chunk in set(sizes)]:
+        others.pop([chunk for _, chunk in others].index(size))
+        cuts.append(_chunk(device, ALIGNMENT)[0])  # in there: nothing that is free is smaller
+        others.append(_chunk(device, size - ALIGNMENT))
+    return cuts
 
 
 def _into_hole(

@@ -13,6 +13,11 @@ is, for the rows of each block in turn,
 with the same operations on the same elements, so with the same bits.  Slices
 of whole rows share the buffer they are slices of, so a block takes no more
 than what ``f`` holds for its rows.
+
+And where a variable is given a new value as a whole (momentum in SGD, moving
+averages), that is written into the buffer that the variable has.  TensorFlow
+would let the new value's buffer take its place, and variables that are
+somewhere else after each step break up the pool.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import node_def_pb2, types_pb2
 
+from .arena import GRAIN
 from .program import ELEMENTWISE, Kind, Op, Program, Tensor, constant_node, constant_op
 
 _LARGE = 0.05  # of the plain peak: a variable from this size on is updated in blocks ...
@@ -44,8 +50,8 @@ def split_updates(program: Program, plain_peak: int) -> Program:
       plain_peak: bytes, which say what is large.
 
     Returns:
-      A program that computes the same bits; ``program`` itself if there is
-      nothing to split.
+      A program that computes the same bits, and leaves variables of ``GRAIN`` bytes
+      or more where they are; ``program`` itself if nothing is to be changed.
     """
     # What overwrites the variable of a read comes after it, by a control edge.
     awaited = {control for op in program.ops for control in op.controls}
@@ -55,7 +61,27 @@ def split_updates(program: Program, plain_peak: int) -> Program:
         if op.type in _NEW_VALUE and op.kind is Kind.ONCE
     ]
     updates = {update.assignment: update for update in found if update is not None}
-    return _Splitter(program, updates).run() if updates else program
+    whole = {
+        index
+        for index, op in enumerate(program.ops)
+        if op.type == "AssignVariableOp" and index not in updates and _moves(program, op)
+    }
+    return _Splitter(program, updates, whole).run() if updates or whole else program
+
+
+def _moves(program: Program, assignment: Op) -> bool:
+    """Whether a variable that matters to the pool is somewhere else after an assignment."""
+    variable = program.variables.get(assignment.inputs[0][0])
+    value, number = assignment.inputs[1]
+    op = program.ops[value]
+    return (
+        variable is not None
+        and op.kind in (Kind.PURE, Kind.ALIAS)
+        and variable.dtype.is_floating
+        and variable.shape.rank != 0
+        and variable.shape == op.shapes[number]
+        and op.bytes[number] >= GRAIN
+    )
 
 
 @dataclass(frozen=True)
@@ -124,9 +150,10 @@ class _Update:
 class _Splitter:
     """Writes the program anew, with blocks in place of the updates."""
 
-    def __init__(self, program: Program, updates: Mapping[int, _Update]) -> None:
+    def __init__(self, program: Program, updates: Mapping[int, _Update], whole: Set[int]) -> None:
         self.program = program
         self.updates = updates
+        self.whole = whole  # assignments of all rows at once
         self.ops: list[Op] = []
         self.nodes: list[node_def_pb2.NodeDef] = []
         self.moved: dict[int, int] = {}  # old index -> new one
@@ -138,6 +165,11 @@ class _Splitter:
         for index, op in enumerate(program.ops):
             if index in self.updates:
                 self.moved[index] = self._split(self.updates[index])
+            elif index in self.whole:
+                value, number = op.inputs[1]
+                rows = (0, program.ops[value].shapes[number][0])
+                tensor = (self.moved[value], number)
+                self.moved[index] = self.write(op, op.name, rows, tensor, self.new(op.controls))
             elif index not in inside:
                 inputs = tuple((self.moved[source], number) for source, number in op.inputs)
                 self.moved[index] = self.add(
@@ -164,6 +196,69 @@ class _Splitter:
         """Adds an integer, or a vector of integers."""
         array = np.array(values, np.int32)
         return self.add(constant_op(array, name), constant_node(name, array)), 0
+
+    def write(
+        self, assignment: Op, name: str, rows: tuple[int, int], value: Tensor, before: Sequence[int]
+    ) -> int:
+        """Adds what writes into a variable's buffer; returns the last operation.
+
+        Args:
+          assignment: the old operation.
+          name: of what is added.
+          rows: the first to be written and the one past the last.
+          value: of these rows.
+          before: new indices of what must come before.
+        """
+        variable = (self.moved[assignment.inputs[0][0]], 0)
+        # Assigning to a slice would write the same, many times slower.
+        node = node_def_pb2.NodeDef(op="ResourceScatterUpdate")
+        node.attr["dtype"].type = self.ops[value[0]].dtypes[value[1]].as_datatype_enum
+        node.attr["Tindices"].type = types_pb2.DT_INT32
+        inputs = (variable, self._numbers(name, rows), value)
+        written = self._effect(f"{name}/write", node, inputs, before)
+        # Writing rows makes every later read of the variable a copy, until this.
+        node = node_def_pb2.NodeDef(op="DisableCopyOnRead")
+        return self._effect(f"{name}/share", node, (variable,), (written,))
+
+    def _numbers(self, name: str, rows: tuple[int, int]) -> Tensor:
+        """The numbers of some rows."""
+        node = node_def_pb2.NodeDef(op="Range")
+        node.attr["Tidx"].type = types_pb2.DT_INT32
+        count = rows[1] - rows[0]
+        op = Op(
+            name=f"{name}/range",
+            type="Range",
+            kind=Kind.PURE,
+            inputs=(
+                self.add_constant(f"{name}/range/start", rows[0]),
+                self.add_constant(f"{name}/range/limit", rows[1]),
+                self.add_constant(f"{name}/range/delta", 1),
+            ),
+            controls=(),
+            bytes=(4 * count,),
+            shapes=((count,),),
+            dtypes=(tf.int32,),
+        )
+        return self.add(op, node), 0
+
+    def _effect(
+        self,
+        name: str,
+        node: node_def_pb2.NodeDef,
+        inputs: tuple[Tensor, ...],
+        controls: Sequence[int],
+    ) -> int:
+        op = Op(
+            name=name,
+            type=node.op,
+            kind=Kind.ONCE,
+            inputs=inputs,
+            controls=tuple(sorted(set(controls))),
+            bytes=(),
+            shapes=(),
+            dtypes=(),
+        )
+        return self.add(op, node)
 
     def _split(self, update: _Update) -> int:
         """Adds the blocks of an update; returns the operation that ends the last."""
@@ -213,7 +308,7 @@ class _Block:
         self.assignment = self.program.ops[update.assignment]
         self.variable = self.assignment.inputs[0][0]
         self.suffix = f"rows_{number}"
-        self.first, self.count = rows[0], rows[1] - rows[0]
+        self.rows, self.count = rows, rows[1] - rows[0]
         self.before = before
         name = f"{self.assignment.name}/{self.suffix}"
         self.bounds = (
@@ -233,12 +328,10 @@ class _Block:
     def write(self) -> int:
         """Adds what writes the new value; returns the last operation."""
         value = self.values[self.assignment.inputs[1][0]]
-        variable = (self.splitter.moved[self.variable], 0)
         new_value = _NEW_VALUE[self.assignment.type]
-        dtype = self.splitter.ops[value[0]].dtypes[0].as_datatype_enum
         if new_value:
             node = node_def_pb2.NodeDef(op=new_value)
-            node.attr["T"].type = dtype
+            node.attr["T"].type = self.splitter.ops[value[0]].dtypes[0].as_datatype_enum
             like = replace(
                 self.program.ops[self.assignment.inputs[1][0]],
                 name=self.assignment.name,
@@ -246,38 +339,9 @@ class _Block:
                 forwards=(0, 1),
             )
             value = self._add(like, node, (self._old_value(), value))
-        # Assigning to a slice would write the same, many times slower.
-        node = node_def_pb2.NodeDef(op="ResourceScatterUpdate")
-        node.attr["dtype"].type, node.attr["Tindices"].type = dtype, types_pb2.DT_INT32
-        written = self._effect("write", node, (variable, self._rows(), value), self.before)
-        # Writing rows makes every later read of the variable a copy, until this.
-        node = node_def_pb2.NodeDef(op="DisableCopyOnRead")
-        return self._effect("share", node, (variable,), (written,))
-
-    def _rows(self) -> Tensor:
-        """The numbers of these rows."""
-        node = node_def_pb2.NodeDef(op="Range")
-        node.attr["Tidx"].type = types_pb2.DT_INT32
-        name = f"{self.assignment.name}/{self.suffix}/range"
-        ends = [
-            self.splitter.add_constant(f"{name}/{end}", value)
-            for end, value in (
-                ("start", self.first),
-                ("limit", self.first + self.count),
-                ("delta", 1),
-            )
-        ]
-        op = Op(
-            name=name,
-            type="Range",
-            kind=Kind.PURE,
-            inputs=tuple(ends),
-            controls=(),
-            bytes=(4 * self.count,),
-            shapes=((self.count,),),
-            dtypes=(tf.int32,),
-        )
-        return self.splitter.add(op, node), 0
+        name = f"{self.assignment.name}/{self.suffix}"
+        before = (*self.before, *self.reads)
+        return self.splitter.write(self.assignment, name, self.rows, value, before)
 
     def _input(self, source: int, number: int) -> Tensor:
         """These rows of what an operation reads; all of a scalar."""
@@ -351,22 +415,3 @@ class _Block:
             bytes=(size // shape[0] * self.count,),
         )
         return self.splitter.add(op, node), 0
-
-    def _effect(
-        self,
-        name: str,
-        node: node_def_pb2.NodeDef,
-        inputs: tuple[Tensor, ...],
-        controls: tuple[int, ...],
-    ) -> int:
-        op = Op(
-            name=f"{self.assignment.name}/{self.suffix}/{name}",
-            type=node.op,
-            kind=Kind.ONCE,
-            inputs=inputs,
-            controls=tuple(sorted({*controls, *self.reads})),
-            bytes=(),
-            shapes=(),
-            dtypes=(),
-        )
-        return self.splitter.add(op, node)
