@@ -65,3 +65,44 @@ answer(results=results, floors=floors)
         assert result["filled"] <= 1
     whole, blocks = found["floors"]
     assert blocks < whole - 0.8 * KERNEL
+
+
+def test_variables_stay_where_they_are() -> None:
+    """A new value's buffer would take their place, and break up the pool step by step."""
+    found = run(
+        """
+from remat.allocator import address
+OPTIMIZERS = {
+    "SGD": lambda: keras.optimizers.SGD(0.01, momentum=0.9),
+    "RMSprop": lambda: keras.optimizers.RMSprop(use_ema=True),
+}
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+specs = tf.TensorSpec((4096, 64)), tf.TensorSpec((4096,), tf.int32)
+results = {}
+for name, make in OPTIMIZERS.items():
+    model = keras.Sequential([
+        keras.Input((64,)), *(keras.layers.Dense(256, activation="tanh") for _ in range(8)),
+        keras.layers.Dense(10),
+    ])
+    optimizer = make()
+    step = remat.compile(model, loss, optimizer, *specs, budget=0.7, profile="h200")
+    variables = [
+        v.value for v in [*model.variables, *optimizer.variables] if np.prod(v.shape) >= 4096
+    ]
+    before, values = [address(v.read_value()) for v in variables], [np.array(v) for v in variables]
+    train(step, batches(specs, 3))
+    results[name] = dict(
+        same_places=before == [address(v.read_value()) for v in variables],
+        moved=not any(np.array_equal(v, value) for v, value in zip(variables, values)),
+        count=len(variables),
+        measured=step.measured_peak, budget=step.budget,
+    )
+answer(results=results)
+""",
+        EXACT,
+    )
+    assert [result["count"] for result in found["results"].values()] == [16, 24]
+    for result in found["results"].values():
+        assert result["same_places"]
+        assert result["moved"]
+        assert result["measured"] <= result["budget"]
