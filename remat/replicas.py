@@ -46,6 +46,7 @@ class ReplicatedStep:
         self._weights: list[Any] = []
         self._planned = make(self._up_to_the_update, model.name)
         self._runs: dict[Signature | None, Callable[[Any], dict[str, tf.Tensor]]] = {}
+        self._plain: dict[Any, Callable[..., dict[str, tf.Tensor]]] = {}
 
     def __call__(self, batch: Any, traced_for: Signature | None) -> dict[str, tf.Tensor]:
         """Trains on one batch; logs are means over replicas, as Keras takes them.
@@ -54,6 +55,10 @@ class ReplicatedStep:
           batch: with a part for each replica.
           traced_for: see ``Function.traced_for``.
         """
+        if any(
+            0 in part.shape[:1] for leaf in tf.nest.flatten(batch) for part in self._parts(leaf)
+        ):
+            return self._without_a_plan(batch, traced_for)
         planned = self._planned.traced_for(traced_for)
 
         def plan(batch: Any) -> None:
@@ -73,7 +78,43 @@ class ReplicatedStep:
                 self._model.optimizer.apply_gradients(pairs)
             return logs
 
-        logs = self._strategy.run(one_replica, args=(batch,))
+        return self._mean(self._strategy.run(one_replica, args=(batch,)))
+
+    def _without_a_plan(self, batch: Any, traced_for: Signature | None) -> dict[str, tf.Tensor]:
+        """Trains as plain Keras does on a batch of fewer samples than there are replicas.
+
+        Its memory is nothing beside that of the batches that are planned for, and
+        where there is nothing to compute on, there is nothing to plan.
+        """
+        leaves = tf.nest.flatten(batch)
+        tensors = [leaf for leaf in leaves if self._parts(leaf)]
+        specs = [tf.type_spec_from_value(leaf) for leaf in tensors]
+        if traced_for is not None:  # the same of every replica
+            replicas = self._strategy.num_replicas_in_sync
+            specs = [
+                type(spec)(*[one] * replicas) for spec, one in zip(specs, traced_for, strict=True)
+            ]
+
+        def run(*tensors: Any) -> dict[str, tf.Tensor]:
+            given = iter(tensors)
+            filled = [next(given) if self._parts(leaf) else leaf for leaf in leaves]
+            packed = tf.nest.pack_sequence_as(batch, filled)
+            return self._mean(self._strategy.run(self._model.train_step, args=(packed,)))
+
+        key = (traced_for, tuple(specs))
+        if key not in self._plain:
+            self._plain[key] = tf.function(
+                run, input_signature=specs, autograph=False, jit_compile=False
+            )
+        return self._plain[key](*tensors)
+
+    def _parts(self, leaf: Any) -> list[tf.Tensor]:
+        """The replicas' parts of a leaf of a batch; none if it is no tensor."""
+        parts = self._strategy.experimental_local_results(leaf)
+        return [part for part in parts if tf.is_tensor(part)]
+
+    def _mean(self, logs: Any) -> dict[str, tf.Tensor]:
+        """Of all replicas."""
         return tf.nest.map_structure(
             lambda value: tf.reduce_mean(self._strategy.experimental_local_results(value), axis=0),
             logs,

@@ -141,6 +141,32 @@ synchronized = True
     assert found[0]["losses"] != found[1]["losses"]  # each has its own part of the batch
 
 
+def test_replica_without_a_sample() -> None:
+    """What plain Keras makes of it, moments of no samples included."""
+    found = run(
+        _TWO_DEVICES
+        + """
+def train(ours):
+    with strategy.scope():
+        model = network(synchronized=True)
+        if ours:
+            model = remat.wrap(model, budget=0.8, **CHEAP)
+        model.compile(keras.optimizers.Adam(1e-2), crossentropy, metrics=["accuracy"])
+    keras.utils.set_random_seed(2)
+    history = model.fit(x[:81], y[:81], batch_size=40, epochs=2, verbose=0)
+    return history.history, variables(model), model
+
+theirs, ours = train(False), train(True)
+answer(history=ours[0] == theirs[0], same=same(ours[1], theirs[1]),
+       shapes=[step.signature[0].shape[0] for step in ours[2].remat.steps])
+""",
+        _UNCOUNTED,
+    )
+    assert found["history"]
+    assert found["same"]
+    assert found["shapes"] == [20, 20]
+
+
 def test_replicas_meet_in_steps_of_other_shapes() -> None:
     """Parts of a batch may differ in size; a mean has a gradient."""
     found = run(
