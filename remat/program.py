@@ -126,6 +126,21 @@ class Program:
         return tuple(map(tuple, lists))
 
     @cached_property
+    def constant(self) -> Mapping[int, int]:
+        """Operations that depend on constants alone, each with one of these."""
+        found: dict[int, int] = {}
+        for index, op in enumerate(self.ops):
+            if op.kind is Kind.CONSTANT:
+                found[index] = index
+            elif (
+                op.kind in (Kind.PURE, Kind.ALIAS)
+                and op.inputs
+                and all(producer in found for producer, _ in op.inputs)
+            ):
+                found[index] = found[op.inputs[0][0]]
+        return found
+
+    @cached_property
     def unfolded(self) -> frozenset[int]:
         """Constants that the lowered function must take as arguments.
 
@@ -135,21 +150,10 @@ class Program:
         It allocates large constants amid the first step; as arguments they are
         where they stay before.
         """
-        source: dict[int, int] = {}  # operation -> a constant that it depends on
         found = set()
-        for index, op in enumerate(self.ops):
-            if op.kind is Kind.CONSTANT:
-                source[index] = index
-                if sum(op.bytes) > _SMALL_CONSTANT:
-                    found.add(index)
-            elif (
-                op.kind in (Kind.PURE, Kind.ALIAS)
-                and op.inputs
-                and all(producer in source for producer, _ in op.inputs)
-            ):
-                source[index] = source[op.inputs[0][0]]
-                if sum(op.bytes) > _SMALL_CONSTANT:
-                    found.add(source[index])
+        for index, source in self.constant.items():
+            if sum(self.ops[index].bytes) > _SMALL_CONSTANT:
+                found.add(source)
         return frozenset(found)
 
     @cached_property

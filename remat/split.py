@@ -77,7 +77,7 @@ def _moves(program: Program, assignment: Op) -> bool:
     return (
         variable is not None
         and op.kind in (Kind.PURE, Kind.ALIAS)
-        and variable.dtype.is_floating
+        and variable.dtype in (tf.float32, tf.float64)  # written on every device
         and variable.shape.rank != 0
         and variable.shape == op.shapes[number]
         and op.bytes[number] >= GRAIN

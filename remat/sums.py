@@ -19,6 +19,7 @@ from .memory import plain_events, requests
 from .program import Kind, Op, Program, Tensor
 
 _ADDITION = "AddV2"
+_FOLDED = 10 << 20  # bytes, at most, of a constant that the runtime makes
 _GROUP = 8  # terms that ``AddN`` adds to each other before it adds them to the others
 
 
@@ -40,7 +41,7 @@ def order_sums(program: Program, plain: Callable[[], Program]) -> Program:
     }
     if not sums:
         return program
-    theirs = plain()
+    theirs = _held(plain())
     events = plain_events(theirs)
     taken_over = requests(theirs, events, {}).taken_over
     first = {theirs.ops[e.op].name: slot or 0 for e, slot in zip(events, taken_over, strict=True)}
@@ -72,6 +73,16 @@ def order_sums(program: Program, plain: Callable[[], Program]) -> Program:
         nodes.append(node)
         moved[index] = len(ops) - 1, 0
     return program.rewritten(ops, nodes, moved)
+
+
+def _held(program: Program) -> Program:
+    """The program as TensorFlow's runtime makes it ready: what depends on constants alone
+    is one (``max_constant_size_in_bytes`` in constant_folding.h), whose buffer nobody gets."""
+    ops = list(program.ops)
+    for index in program.constant:
+        if sum(ops[index].bytes) <= _FOLDED:
+            ops[index] = replace(ops[index], type="Const", kind=Kind.CONSTANT, inputs=())
+    return replace(program, ops=tuple(ops))
 
 
 def _groups(count: int) -> Iterator[slice]:
