@@ -129,10 +129,10 @@ def claim(device: Device, count: int, least: int, unclaimed: int | None = None) 
     elif unclaimed is not None and unclaimed >= _SMALLEST_CLAIM:
         assert device.limit is not None
         count = min(count, unclaimed)
-        if device.limit - unclaimed - bytes_in_use(device) >= count:
-            # Maybe in one hole, which then serves the claim: while that is held,
-            # a second one makes the pool grow.
-            holding, shares = True, (1.0, 1.0)
+        # Maybe in holes, which then serve the claim: while they are held, one more makes
+        # the pool grow.
+        holes = device.limit - unclaimed - bytes_in_use(device)
+        holding, shares = True, (1.0,) * (holes // count + 1)
     elif unclaimed is not None:
         shares = _SHARES  # variables have made the pool grow to its limit, and left a hole
     block = None

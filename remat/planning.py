@@ -61,7 +61,7 @@ _FIRST, _AGAIN = 1 / 2, 1 / 4  # time limit of the first solve / usual one, of o
 _LONGEST = 7.5  # seconds of the first solve
 _MAX_GAP = 0.002  # points that are not worth more seconds of compiling
 _PATIENCE = 8  # of them with small steps
-_WIDE_GAP = 0.05  # points from which on the plan of a short solve gets a long one more
+_WIDE_GAP = 0.01  # overhead above the bound from which on a plan with lowered target is bettered
 _STEP_UP = 0.005  # share of a budget that was not enough
 # To find the least peak: annealings, changes in each (a node; at most), seconds that it
 # never takes.
@@ -522,8 +522,8 @@ def _search(
     """Solves for a target, and then for lower and lower ones, at most ``_ROUNDS`` times,
     until the prediction fits; the other arguments are those of ``make_plan``.
 
-    A plan that fits, but is far from the bound since its solve was short, gets as
-    much time as the first.
+    A plan that fits, but is far from the bound, is bettered between its target and the
+    lowest whose plan did not fit.
 
     Raises:
       _NoPlanError: if it never does.
@@ -531,13 +531,12 @@ def _search(
     graph = prepared.extraction.graph
     planned = None
     bound: float | None = None  # of the first target
-    fitting: Planned | None = None  # while it gets more time
     needed = []  # by the plans that did not fit
     used = target  # by the latest of their schedules
     hopeless = 0  # the highest target that nothing was found for
     for number in range(_ROUNDS):
         # Where a short search found nothing, none was long enough.
-        long = number == 0 or fitting or hopeless
+        long = number == 0 or hopeless
         result = solve(
             graph,
             target,
@@ -562,17 +561,24 @@ def _search(
         start = result.schedule
         planned = _follow(prepared, result, budget, ceiling, seed + number, bound)
         fits = planned.needed <= ceiling
-        if fitting is not None:
-            return planned if fits else fitting
         if result.status is Status.INTERRUPTED:
             return planned
         if fits:
             gap = planned.plan.gap
-            wide = gap is not None and gap > _WIDE_GAP
-            if not (wide and 0 < number < _ROUNDS - 1):
+            if number == 0 or gap is None or gap <= _WIDE_GAP:
                 return planned
-            fitting = planned
-            continue
+            return _between(
+                prepared,
+                planned,
+                used,
+                budget,
+                ceiling,
+                solver=solver,
+                time_limit=time_limit,
+                seed=seed + number + 1,
+                bound=bound,
+                progress=progress,
+            )
         needed.append(planned.needed)
         # How well tensors can be packed differs from one schedule to the next,
         # and less memory in use leaves more ways to pack it: aim a little lower.
