@@ -135,7 +135,7 @@ def claim(device: Device, count: int, least: int, unclaimed: int | None = None) 
         holding, shares = True, (1.0,) * (holes // count + 1)
     elif unclaimed is not None:
         shares = _SHARES  # variables have made the pool grow to its limit, and left a hole
-    block = None
+    blocks: list[Block] = []
     held: list[tf.Tensor] = []
     for share in shares:
         if share * count < _SMALLEST_CLAIM:
@@ -145,12 +145,23 @@ def claim(device: Device, count: int, least: int, unclaimed: int | None = None) 
         except tf.errors.ResourceExhaustedError:
             break  # after a wait of ten seconds for someone to free memory: once is enough
         _claimed.add(device.name)
-        if block is None or size > block.bytes:
-            block = Block(address(tensor), size)
+        blocks.append(Block(address(tensor), size))
         if holding:
             held.append(tensor)
         del tensor
-    return block
+    if holding:
+        blocks = _joined(blocks)
+    return max(blocks, key=lambda block: block.bytes, default=None)
+
+
+def _joined(blocks: Iterable[Block]) -> list[Block]:
+    """Those that follow each other as one."""
+    found: list[Block] = []
+    for block in sorted(blocks, key=lambda block: block.address):
+        if found and found[-1].address + found[-1].bytes == block.address:
+            block = Block(found[-1].address, found.pop().bytes + block.bytes)
+        found.append(block)
+    return found
 
 
 @dataclass(frozen=True)
