@@ -295,8 +295,8 @@ def _made_uneven(
     Returns:
       What they are made smaller by.
     """
-    cuts = []
-    for size in [chunk for _, chunk in others if chunk in set(sizes)]:
+    cuts, slots = [], set(sizes)
+    for size in [chunk for _, chunk in others if chunk in slots]:
         others.pop([chunk for _, chunk in others].index(size))
         cuts.append(_chunk(device, ALIGNMENT)[0])  # in there: nothing that is free is smaller
         others.append(_chunk(device, size - ALIGNMENT))

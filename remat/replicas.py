@@ -46,7 +46,7 @@ class ReplicatedStep:
         self._weights: list[Any] = []
         self._planned = make(self._up_to_the_update, model.name)
         self._runs: dict[Signature | None, Callable[[Any], dict[str, tf.Tensor]]] = {}
-        self._plain: dict[Any, Callable[..., dict[str, tf.Tensor]]] = {}
+        self._plain = tf.function(self._all_without_a_plan, autograph=False, jit_compile=False)
 
     def __call__(self, batch: Any, traced_for: Signature | None) -> dict[str, tf.Tensor]:
         """Trains on one batch; logs are means over replicas, as Keras takes them.
@@ -86,27 +86,22 @@ class ReplicatedStep:
         Its memory is nothing beside that of the batches that are planned for, and
         where there is nothing to compute on, there is nothing to plan.
         """
-        leaves = tf.nest.flatten(batch)
-        tensors = [leaf for leaf in leaves if self._parts(leaf)]
-        specs = [tf.type_spec_from_value(leaf) for leaf in tensors]
-        if traced_for is not None:  # the same of every replica
-            replicas = self._strategy.num_replicas_in_sync
-            specs = [
-                type(spec)(*[one] * replicas) for spec, one in zip(specs, traced_for, strict=True)
-            ]
+        specs = iter(traced_for or ())
 
-        def run(*tensors: Any) -> dict[str, tf.Tensor]:
-            given = iter(tensors)
-            filled = [next(given) if self._parts(leaf) else leaf for leaf in leaves]
-            packed = tf.nest.pack_sequence_as(batch, filled)
-            return self._mean(self._strategy.run(self._model.train_step, args=(packed,)))
+        def spec(leaf: Any) -> Any:
+            parts = self._parts(leaf)
+            if not parts:
+                return leaf
+            met = tf.type_spec_from_value(leaf)
+            # The same of every replica.
+            return met if traced_for is None else type(met)(*[next(specs)] * len(parts))
 
-        key = (traced_for, tuple(specs))
-        if key not in self._plain:
-            self._plain[key] = tf.function(
-                run, input_signature=specs, autograph=False, jit_compile=False
-            )
-        return self._plain[key](*tensors)
+        signature = tf.nest.map_structure(spec, batch)
+        result: dict[str, tf.Tensor] = self._plain.get_concrete_function(signature)(batch)
+        return result
+
+    def _all_without_a_plan(self, batch: Any) -> dict[str, tf.Tensor]:
+        return self._mean(self._strategy.run(self._model.train_step, args=(batch,)))
 
     def _parts(self, leaf: Any) -> list[tf.Tensor]:
         """The replicas' parts of a leaf of a batch; none if it is no tensor."""
