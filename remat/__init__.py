@@ -55,6 +55,10 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 class _Package(ModuleType):
     """Importing the module ``remat.compile`` must not hide the function."""
 

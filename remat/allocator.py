@@ -376,6 +376,21 @@ def is_in_force(device: Device, laid: Laid) -> bool:
     )
 
 
+@contextmanager
+def undone_if_refused(device: Device) -> Iterator[None]:
+    """Gives up what was divided meanwhile where a step cannot be planned: its walls would be
+    in the way of the next one."""
+    before = _laid.get(device.name)
+    try:
+        yield
+    except BaseException:
+        if before is not None:
+            _laid[device.name] = before
+        else:
+            _laid.pop(device.name, None)
+        raise
+
+
 def latest(device: Device, slots: Iterable[int]) -> Laid | None:
     """The latest layout, if its slots are large enough."""
     found = _laid.get(device.name)

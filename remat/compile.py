@@ -154,7 +154,7 @@ def compile(
         what they lack is measured now and recorded, or computed from the
         roofline), the name of a device ("h200": to plan here for one that you
         do not have), a CSV table, or seconds by operation type or signature.
-      plan: a saved plan, instead of solving.
+      plan: a saved plan, instead of solving; if no budget is given, its own.
       sample_weight_spec: spec of the weights, to plan for them at once.
       check: run the step once on zeros to measure its peak, and plan again if
         it is above the budget (variables are put back bit for bit; only where

@@ -117,7 +117,7 @@ class Measured:
             f"  {'':10}{'predicted':>14}{'measured':>14}",
             f"  {'peak':10}{format_bytes(self.peak_predicted):>14}"
             + (
-                f"{'not counted':>14}"
+                f"{'not counted':>14} (set TF_CPU_ALLOCATOR_USE_BFC=true before TensorFlow starts)"
                 if self.peak_measured is None
                 else f"{format_bytes(self.peak_measured):>14}"
                 f"{_difference(self.peak_predicted, self.peak_measured)}"

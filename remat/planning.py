@@ -648,10 +648,12 @@ def corrected(prepared: Prepared, corrections: Corrections) -> Prepared:
     """The step, as a recorded run says that it uses memory."""
     prices = prepared.prices
     workspace = {**prices.workspace, **corrections.workspace}
+    program = corrections.apply(prepared.program)
     return replace(
         prepared,
-        program=corrections.apply(prepared.program),
+        program=program,
         prices=replace(prices, workspace=workspace),
+        plain=plain_usage(program, workspace, prepared.pool),
     )
 
 
@@ -735,4 +737,4 @@ def infeasible(prepared: Prepared, budget: int, least_budget: int) -> Infeasible
     graph = prepared.extraction.graph
     floor, nodes = memory_floor(graph)
     names = tuple(graph.nodes[index].name for index in nodes)
-    return InfeasibleBudgetError(budget, floor, names, least_budget)
+    return InfeasibleBudgetError(budget, floor, names, least_budget, graph.resident)

@@ -52,6 +52,10 @@ log = logging.getLogger("remat")
 
 _TRIALS = 6  # measured runs, at most, until the peak is within the budget
 _UNPLACED_SLACK = 0.01  # of the budget, which a trial run without addresses must not take
+_SHARE = "share of the plain step's predicted peak"  # where a budget comes from
+_NOTICED = 1.02  # times a budget: less does not make a share of a corrected peak another one
+_MOST = 1 << 60  # bytes of a budget
+_SCRATCH = 64 << 20  # bytes of scratch memory that small kernels may take
 _AHEAD, _AHEAD_SHARE = 8, 1 / 32  # batches that a pipeline holds, at most; share of the peak
 # Steps until batch and results lie where they do for every other step ...
 _SETTLING = 2
@@ -78,6 +82,11 @@ class Options:
     check: bool = True
     quiet: bool | None = None
     verbose: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Raises TypeError for a plan that is none."""
+        if not (self.plan is None or isinstance(self.plan, Plan)):
+            raise TypeError(f"plan is a remat.Plan: remat.Plan.load(...), not {self.plan!r}")
 
 
 class CompiledStep:
@@ -143,7 +152,12 @@ class CompiledStep:
                     traced_for=traced_for,
                     generators=generators,
                 )
-            self._make(traced, program, name, say)
+            try:
+                with allocator.undone_if_refused(self.device):
+                    self._make(traced, program, name, say)
+            except BaseException:
+                self._laid = None  # a notebook keeps the error, and so this step
+                raise
         self.interrupted = say.interrupted
         log.info(
             "budget %s (%s)\n%s", format_bytes(self.budget), self.budget_source, self.plan.summary()
@@ -162,17 +176,21 @@ class CompiledStep:
                 highest=allocator.peak_before_claims(self.device),
             )
             plain = plain_usage(program, {}, pool).peak
-            budget, _ = self._resolve_budget(plain)
+            budget, source = self._resolve_budget(plain)
             if options.quiet is False:
                 ahead = _AHEAD_SHARE * min(budget, plain) // max(1, sum(pool.arguments))
                 pool = replace(pool, ahead=min(_AHEAD, int(ahead)))
-            block = self._claim(pool, budget)
+            # A share is of a peak that is higher once scratch memory is known.
+            spare = budget + _SCRATCH if source == _SHARE else 0
+            block = self._claim(pool, budget, spare)
         with self._timed("price"):
             self.prepared = prepare(
                 traced, program, pool, name=name, profile=options.profile, progress=say.line
             )
         self.budget, self.budget_source = self._resolve_budget(self.prepared.plain.peak)
         if block is not None:
+            if block.bytes < self.budget - allocator.bytes_in_use(self.device):
+                block = self._claim(pool, self.budget) or block
             self._laid = allocator.lay_out(self.device, block, pool, self.budget)
         if self._laid is not None:
             # Replicas run side by side.
@@ -411,6 +429,12 @@ class CompiledStep:
                 say.line("the run asked for other memory than predicted: planning again")
                 self.prepared = corrected(self.prepared, corrections)
                 ceiling = None
+                budget, source = self._resolve_budget(self.prepared.plain.peak)
+                if source == _SHARE and budget > _NOTICED * self.budget:
+                    self.budget = budget
+                    if self._laid is not None:
+                        self._lay_again(fresh=True)
+                        continue
             else:
                 say.line(
                     f"measured {format_bytes(measured) if measured else 'out of memory'} for a "
@@ -530,14 +554,15 @@ class CompiledStep:
         self.prepared = replace(self.prepared, pool=replace(self.prepared.pool, quiet=False))
         self.planned = replace(self.planned, fillers={})
 
-    def _claim(self, pool: Pool, budget: int) -> allocator.Block | None:
+    def _claim(self, pool: Pool, budget: int, spare: int = 0) -> allocator.Block | None:
         """Claims what the step will use beside what is there already.
 
         Where there is more, it claims more: what lies beyond the budget is then
-        never the best fit for anything.
+        never the best fit for anything.  ``spare``: bytes that the budget may turn out
+        to be larger by.
         """
         in_use = allocator.bytes_in_use(self.device)
-        count, unclaimed, limit = 2 * budget, None, self.device.limit
+        count, unclaimed, limit = 2 * (budget + spare), None, self.device.limit
         if limit is not None:
             count = min(count, limit - in_use)
             unclaimed = replace(pool, limit=limit).unclaimed() if self.device.growth else None
@@ -568,14 +593,18 @@ class CompiledStep:
 
     def _resolve_budget(self, plain_peak: int) -> tuple[int, str]:
         """The budget in bytes, and where the figure comes from."""
-        budget = self.options.budget
-        if budget == "auto":
+        budget, plan = self.options.budget, self.options.plan
+        if isinstance(budget, str) and budget == "auto":
+            if plan is not None:
+                return plan.budget, "the given plan's"
             return allocator.memory_for_budget(self.device)
         count = parse_budget(budget, plain_peak)
         if count <= 0:
             raise ValueError(f"the budget is {budget!r}; it must be above 0")
+        if count > _MOST:
+            raise ValueError(f"the budget is {budget!r}, more than any memory holds")
         if isinstance(budget, float) or (isinstance(budget, str) and "%" in budget):
-            return max(count, self._at_least), "share of the plain step's predicted peak"
+            return max(count, self._at_least), _SHARE
         return count, "given"
 
     def _flatten(self, arguments: Sequence[Any]) -> list[tf.Tensor]:

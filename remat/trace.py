@@ -190,6 +190,9 @@ def _results(
             for branch in conditionals.branches(operation)
         ]
         return branches[0] if all(shapes == branches[0] for shapes in branches) else []
+    if kind == "LookupTableFindV2" and _static(inputs[1:]):
+        _, keys, default = inputs
+        return [keys.shape.concatenate(default.shape)]
     if kind in ("TensorListStack", "TensorListGetItem"):
         length, element = _list(inputs[0], library)
         return [element if kind == "TensorListGetItem" else length.concatenate(element)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from fractions import Fraction
 
@@ -58,12 +59,13 @@ def parse_budget(budget: int | float | str, plain_peak: int) -> int:
         if not unit and not digits.isdigit():
             return _share(Fraction(digits), plain_peak, budget)
         return int(Fraction(digits) * _UNITS[unit])
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+    if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
         raise ValueError(f"a budget is a number of bytes, a fraction or text, not {budget!r}")
-    if isinstance(budget, int):
+    if isinstance(budget, numbers.Integral):
         if budget < 0:
             raise ValueError(f"budget is {budget} bytes; it must not be negative")
-        return budget
+        return int(budget)
+    budget = float(budget)
     if not math.isfinite(budget):
         raise ValueError(f"a budget must be finite, not {budget!r}")
     return _share(Fraction(repr(budget)), plain_peak, budget)

@@ -34,23 +34,32 @@ class InfeasibleBudgetError(ValueError):
       floor_nodes: names of the nodes whose run needs those bytes.
       least_budget: least bytes for which a schedule is known.
       proven: whether the budget is below the floor.
+      resident: bytes that are held throughout.
     """
 
     def __init__(
-        self, budget: int, floor: int, floor_nodes: tuple[str, ...], least_budget: int
+        self,
+        budget: int,
+        floor: int,
+        floor_nodes: tuple[str, ...],
+        least_budget: int,
+        resident: int = 0,
     ) -> None:
         self.budget = budget
         self.floor = floor
         self.floor_nodes = floor_nodes
         self.least_budget = least_budget
+        self.resident = resident
         self.proven = budget < floor
         names = ", ".join(floor_nodes[:3]) + (", ..." if len(floor_nodes) > 3 else "")
+        held = f"; {resident:,} bytes are held throughout" if resident else ""
         verdict = (
             "cannot be met by any schedule" if self.proven else "was not met by any schedule found"
         )
         super().__init__(
             f"a budget of {budget:,} bytes {verdict}: running {names} alone takes {floor:,} bytes "
-            f"(the proven floor), and the least budget known to work is {least_budget:,} bytes"
+            f"(the proven floor{held}), and the least budget known to work is "
+            f"{least_budget:,} bytes"
         )
 
 

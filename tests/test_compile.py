@@ -226,7 +226,7 @@ answer(schedule=step.plan.schedule, budget=step.budget, shown="<img" in step.pla
 import dataclasses
 
 plan = remat.Plan.load({path!r})
-step = remat.compile(model, loss, optimizer, *specs, budget={first["budget"]}, plan=plan)
+step = remat.compile(model, loss, optimizer, *specs, plan=plan)
 data = list(zip(batches(specs[0], 2), batches(specs[1], 2, seed=1)))
 measured = peak_of(lambda: train(step, data))
 try:
@@ -244,6 +244,7 @@ less = int({first["budget"]} * 0.95)
 tight = remat.compile(model, loss, optimizer, *specs, budget=less, plan=plan)
 answer(
     schedule=step.plan.schedule,
+    budget=step.budget,
     measured=measured,
     error=error,
     damage=damage,
@@ -253,6 +254,7 @@ answer(
         COUNTED,
     )
     assert second["schedule"] == first["schedule"]
+    assert second["budget"] == first["budget"]  # the plan's own
     assert second["tight"][0] <= second["tight"][1]  # solved again: the plan needs more
     assert "seed is -1" in second["damage"]
     assert first["shown"]
@@ -265,6 +267,8 @@ _BAD_INPUT = {
     "budget of zero": ("budget=0", "ValueError", "above 0"),
     "budget below the weights": ("budget=20_000", "InfeasibleBudgetError", "proven floor"),
     "budget above one": ("budget=1.5", "ValueError", "not in (0, 1]"),
+    "budget above all memory": ("budget=2**70", "ValueError", "more than"),
+    "path of a plan": ('budget=0.7, plan="step.plan.json"', "TypeError", "Plan.load"),
     "unknown solver": ('budget=0.7, solver="magic"', "ValueError", "magic"),
     "unknown device": ('budget=0.7, profile="abacus"', "UnknownDeviceError", "abacus"),
 }
@@ -337,6 +341,42 @@ answer(measured=peak_of(lambda: train(step, data)))
         {**COUNTED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(-(-refused["least"] >> 20))},
     )
     assert found["measured"] <= refused["least"]
+
+
+def test_a_share_is_met_whatever_scratch_memory_kernels_take() -> None:
+    """More than the activations here; and what was refused before leaves nothing behind."""
+    found = run(
+        """
+def small():
+    keras.utils.set_random_seed(0)
+    x = inputs = keras.Input((32, 32, 3))
+    for _ in range(10):
+        x = keras.layers.Conv2D(8, 3, padding="same")(x)
+        x = keras.layers.Activation("gelu")(keras.layers.BatchNormalization()(x))
+    x = keras.layers.Dense(10)(keras.layers.GlobalAveragePooling2D()(x))
+    return keras.Model(inputs, x)
+
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+specs = [tf.TensorSpec((32, 32, 32, 3)), tf.TensorSpec((32,), tf.int32)]
+refused = 0
+try:
+    remat.compile(small(), loss, keras.optimizers.Adam(), *specs, budget="1MiB")
+except remat.InfeasibleBudgetError:
+    refused += 1
+step = remat.compile(small(), loss, keras.optimizers.Adam(), *specs, budget="55%")
+data = list(zip(batches(specs[0], 3), batches(specs[1], 3, seed=1)))
+answer(
+    refused=refused,
+    measured=peak_of(lambda: train(step, data)),
+    budget=step.budget,
+    share=step.budget / step.plain_peak,
+)
+""",
+        COUNTED,
+    )
+    assert found["refused"]
+    assert found["measured"] <= found["budget"]
+    assert found["share"] == pytest.approx(0.55, abs=0.02)
 
 
 def test_where_a_plain_step_has_run_the_named_budget_is_in_reach() -> None:

@@ -90,6 +90,21 @@ def make():
         return loss, tf.cond(count % 2 == 0, update, lambda: False)
     return step, lambda: [*model.variables, *optimizer.variables, *sums, count]
 """,
+    "lookup tables": """
+def make():
+    model, optimizer = body(3), keras.optimizers.Adam(1e-3)
+    keys = tf.lookup.KeyValueTensorInitializer(tf.constant([0, 1], tf.int64), [2, 0])
+    table = tf.lookup.StaticHashTable(keys, 1)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    def step(x):
+        labels = table.lookup(tf.cast(3.0 * tf.abs(x[:, 0]), tf.int64))
+        with tf.GradientTape() as tape:
+            value = loss(labels, model(x, training=True))
+        weights = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(value, weights), weights))
+        return value, labels
+    return step, lambda: [*model.variables, *optimizer.variables]
+""",
     "nested and persistent tapes, custom gradient": """
 def make():
     model, optimizer = body(1), keras.optimizers.Adam(1e-3)

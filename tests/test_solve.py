@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from dags import plain_peak, unit_chain
 
@@ -95,6 +96,8 @@ def test_an_option_that_a_solver_does_not_have_is_named(solver: str) -> None:
         ("2KiB", 2048),
         ("1.5 GiB", 3 * 2**29),
         ("900MB", 900_000_000),
+        (np.int64(4096), 4096),
+        (np.float64(0.5), 5 * (2**60 + 1)),
         (0.7, 7 * (2**60 + 1)),
         ("70%", 7 * (2**60 + 1)),
         ("0.7", 7 * (2**60 + 1)),
