@@ -414,7 +414,8 @@ answer(named=named, measured=measured)
 def test_what_variables_leave_of_memory_is_not_in_the_way(mebibytes: int) -> None:
     """The regions that they made the pool grow by are larger than they are."""
     found = run(
-        dedent(_MODELS["batchnorm"])
+        # Convolutions take scratch memory that differs from processor to processor.
+        dedent(_MODELS["batchnorm"]).replace('Conv2D(filters, 3, padding="same")', "Dense(filters)")
         + f"""
 kept = [tf.zeros([1 << 18]) for _ in range(36)]  # the last region is of 32 MiB
 step = remat.compile(model, loss, optimizer, *specs, budget={mebibytes} << 20)
