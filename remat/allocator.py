@@ -366,8 +366,10 @@ def settled(device: Device, laid: Laid, free: Mapping[int, int]) -> Iterator[boo
 
 
 def is_in_force(device: Device, laid: Laid) -> bool:
-    """Whether no other step has divided the same memory anew."""
-    latest = _laid[device.name]
+    """Whether no other step, planned or refused, has divided the same memory anew."""
+    latest = _laid.get(device.name)
+    if latest is None:
+        return False
     ours, theirs = laid.block, latest.block
     return (
         latest is laid
@@ -384,9 +386,9 @@ def undone_if_refused(device: Device) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if before is not None:
+        if before is not None and before.walls:
             _laid[device.name] = before
-        else:
+        else:  # there was none, or it has been given up for this step
             _laid.pop(device.name, None)
         raise
 

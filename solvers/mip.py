@@ -9,6 +9,7 @@ moment, keeps to its time limit whatever the solver does, and stays silent.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import io
 import os
@@ -237,6 +238,10 @@ class _Child:
         """Ends the process, whatever it is doing."""
         self._process.kill()
         self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):  # of a question that was not sent whole
+                stream.close()
 
 
 _idle: dict[str, list[_Child]] = {}  # started once, and used again
