@@ -42,7 +42,7 @@ from .price import Profile
 from .program import ON_VARIABLES, Kind, Program, has_effects
 from .progress import ProgressLine
 from .solvers import InfeasibleBudgetError, Plan
-from .solvers.budget import format_bytes, parse_budget
+from .solvers.budget import format_bytes, is_share, parse_budget
 from .solvers.method import Method
 from .timeline import Allocation, record
 from .trace import Trace
@@ -603,7 +603,7 @@ class CompiledStep:
             raise ValueError(f"the budget is {budget!r}; it must be above 0")
         if count > _MOST:
             raise ValueError(f"the budget is {budget!r}, more than any memory holds")
-        if isinstance(budget, float) or (isinstance(budget, str) and "%" in budget):
+        if is_share(budget):
             return max(count, self._at_least), _SHARE
         return count, "given"
 

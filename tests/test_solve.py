@@ -36,7 +36,7 @@ from remat.solvers import (
     simulate,
     solve,
 )
-from remat.solvers.budget import parse_budget
+from remat.solvers.budget import is_share, parse_budget
 from remat.solvers.method import Monitor, Outcome, Problem
 from remat.solvers.solving import METHODS, load_method
 
@@ -107,6 +107,7 @@ def test_an_option_that_a_solver_does_not_have_is_named(solver: str) -> None:
 )
 def test_budgets_are_exact(budget: int | float | str, expected: int) -> None:
     assert parse_budget(budget, 10 * (2**60 + 1)) == expected
+    assert is_share(budget) == (expected % (2**60 + 1) == 0)
 
 
 def test_a_method_of_the_users_own_is_judged_like_any_other() -> None:
