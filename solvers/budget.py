@@ -75,7 +75,7 @@ def is_share(budget: int | float | str) -> bool:
     """Whether a budget that ``parse_budget`` takes is a share of the plain peak."""
     if isinstance(budget, str):
         match = re.fullmatch(_AMOUNT, budget)
-        return match is not None and (match[2] == "%" or not match[2] and "." in match[1])
+        return match is not None and (match[2] == "%" or (not match[2] and "." in match[1]))
     return not isinstance(budget, numbers.Integral)
 
 
