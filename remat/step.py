@@ -83,11 +83,6 @@ class Options:
     quiet: bool | None = None
     verbose: bool | None = None
 
-    def __post_init__(self) -> None:
-        """Raises TypeError for a plan that is none."""
-        if not (self.plan is None or isinstance(self.plan, Plan)):
-            raise TypeError(f"plan is a remat.Plan: remat.Plan.load(...), not {self.plan!r}")
-
 
 class CompiledStep:
     """One training step for one set of shapes, inside a budget.
@@ -127,6 +122,8 @@ class CompiledStep:
           at_least: bytes below which a budget given as a share is not taken:
             what other steps of the same training may reach anyway.
         """
+        if not (options.plan is None or isinstance(options.plan, Plan)):
+            raise TypeError(f"plan is a remat.Plan: remat.Plan.load(...), not {options.plan!r}")
         self.options = options
         self.signature = tuple(input_signature)
         self._generators = generators  # a handle alone keeps no variable alive
