@@ -159,10 +159,10 @@ planning.simulate = simulate
 
 
 def test_every_tensor_lies_where_it_should() -> None:
-    limited = {**LIMITED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": "160"}
-    found = run(BODY.format(before=NEVER_BY_ITSELF, budget=160), limited)
+    limited = {**LIMITED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": "192"}
+    found = run(BODY.format(before=NEVER_BY_ITSELF, budget=192), limited)
     assert found["fillers"] > 0
-    assert max(found["peaks"]) <= 160 * MIB
+    assert max(found["peaks"]) <= 192 * MIB
     assert max(found["peaks"]) == pytest.approx(found["predicted"], rel=0.005)
 
 
