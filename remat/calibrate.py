@@ -7,14 +7,16 @@ takes over the buffer of an input, and how much scratch memory it asks for.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .arena import GRAIN
+from .conditionals import CONDITIONALS
 from .lower import node_name
 from .memory import Event, Requests
-from .program import Kind, Op, Program
+from .program import Kind, Op, Program, calls
 from .timeline import Allocation
 
 
@@ -56,6 +58,47 @@ def requested_by_op(recorded: Iterable[Allocation]) -> dict[str, Counter[int]]:
     return found
 
 
+def held_while_calling(
+    program: Program, events: Sequence[Event], recorded: Sequence[Allocation]
+) -> dict[int, int]:
+    """The most bytes that events which run functions held at once of what they took.
+
+    What is allocated inside a function goes by names of its own operations.  Events
+    run one after the other, so it was allocated between what the events before and
+    after have asked for; of several that may be, by the one whose name it begins with,
+    or else by the first.
+
+    Returns:
+      The bytes, by the number of the event.
+    """
+    names = [node_name(program, event) for event in events]
+    position = {name: at for at, name in enumerate(names)}
+    calling = [at for at, event in enumerate(events) if calls(program.ops[event.op].type)]
+    following = [len(events)] * len(recorded)  # the next event that asked for something
+    for number in range(len(recorded) - 1, 0, -1):
+        following[number - 1] = position.get(recorded[number].op, following[number])
+    holder: dict[int, tuple[int, int]] = {}  # by address: the event, and how much
+    held: Counter[int] = Counter()
+    most: dict[int, int] = {}
+    latest = 0
+    for allocation, end in zip(recorded, following, strict=True):
+        if allocation.requested < 0:
+            at, size = holder.pop(allocation.address, (-1, 0))
+            held[at] -= size
+            continue
+        latest = position.get(allocation.op, latest)
+        around = calling[bisect_left(calling, latest) : bisect_right(calling, end)]
+        if allocation.op in position:
+            around = [at for at in around if names[at] == allocation.op]
+        if around:
+            named = (at for at in around if allocation.op.startswith(f"{names[at]}/"))
+            at = next(named, around[0])
+            holder[allocation.address] = at, allocation.requested
+            held[at] += allocation.requested
+            most[at] = max(most.get(at, 0), held[at])
+    return most
+
+
 def compare(
     program: Program,
     events: Sequence[Event],
@@ -83,8 +126,19 @@ def compare(
     reached = order[-1] if order else 0
     takes_over: dict[str, set[bool]] = defaultdict(set)
     found_workspace: dict[int, int] = {}
-    for event, name, taken in zip(events[:reached], names, asked.taken, strict=False):
+    while_calling = held_while_calling(program, events, recorded)
+    for at, (event, name, taken) in enumerate(
+        zip(events[:reached], names, asked.taken, strict=False)
+    ):
         op = program.ops[event.op]
+        if calls(op.type):
+            known = workspace.get(event.op, 0)
+            scratch = while_calling.get(at, 0) + known - sum(asked.sizes[n] for n in taken)
+            # The branch that was not taken may need more than the one that was.
+            lower = op.type not in CONDITIONALS and event.op not in corrected
+            if abs(scratch - known) >= GRAIN and (scratch > known or lower):
+                found_workspace[event.op] = max(0, scratch)
+            continue
         if op.kind not in (Kind.PURE, Kind.ONCE) or not op.bytes:
             continue
         expected = Counter(asked.sizes[n] for n in taken if asked.sizes[n] >= GRAIN)

@@ -256,6 +256,9 @@ def requests(program: Program, events: Sequence[Event], workspace: Mapping[int, 
                 if slot is not None and output == op.forwarded:
                     source, number = event.inputs[slot]
                     outputs.append(buffers[source][number])
+                elif output in op.passed:
+                    source, number = event.inputs[output]
+                    outputs.append(buffers[source][number])
                 else:
                     outputs.append(_Buffer(size, take(size)))
             scratch += take(extra) if not first else []

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
+from .bodies import held_inside
 from .profile import measured_pricer, spec_at_hand
 from .profiles.price import Coverage, Price, coverage, load_pricer
 from .profiles.signature import OpSignature, TensorType
@@ -72,6 +73,7 @@ def price(
             for reader in program.consumers[index]:
                 if program.ops[reader].type == KEPT_SCRATCH[op.type]:
                     workspace.pop(reader, None)
+    workspace |= held_inside(program)
     return Prices(
         seconds=tuple(
             prices[index].seconds if index in prices else 0.0 for index in range(len(program.ops))

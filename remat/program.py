@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -51,6 +51,7 @@ class Op:
       shapes, dtypes: of each output.
       forwards: inputs whose buffer an output may take over, in the order tried.
       forwarded: that output.
+      passed: outputs of a loop that are its inputs of the same number.
       resource: for ``READ``, the ``ARGUMENT`` that holds the variable.
     """
 
@@ -64,6 +65,7 @@ class Op:
     dtypes: tuple[tf.DType, ...]
     forwards: tuple[int, ...] = ()
     forwarded: int = 0
+    passed: tuple[int, ...] = ()
 
     @property
     def resource(self) -> int:
@@ -347,12 +349,14 @@ def build(trace: Trace, *, fold: bool = True) -> Program:
     arguments = {*trace.inputs, *(name for name, _ in trace.captures)}
     operations = _topological(graph, [*trace.outputs, *trace.targets, *arguments])
     definitions = {node.name: node for node in trace.graph_def.node}
+    position = {operation: at for at, operation in enumerate(operations)}
 
     ops: list[Op] = []
     nodes: list[node_def_pb2.NodeDef] = []
     values: dict[str, Tensor] = {}  # tensor name -> where its value comes from
     shapes: dict[str, tuple[int, ...]] = {}  # tensor name -> its shape, or the largest it may have
     numbers: dict[str, int] = {}  # operation name -> index of its Op
+    listed: dict[Tensor, int] = {}  # bytes of all that is in a list
     # Effects that come before an operation by way of operations without
     # effects of their own: these pass the obligation on to whoever uses them.
     passed_on: dict[str, frozenset[int]] = {}
@@ -422,9 +426,26 @@ def build(trace: Trace, *, fold: bool = True) -> Program:
                 )
             shapes[tensor.name] = shape
         sizes = [_bytes(tensor, shapes[tensor.name]) for tensor in operation.outputs]
+        if operation.type == "TensorListFromTensor":  # its parts are copies
+            sizes[0] = _bytes(operation.inputs[0], shapes[operation.inputs[0].name])
+        if operation.type == "ZerosLike":
+            sizes[0] = max(sizes[0], listed.get(values[operation.inputs[0].name], 0))
+        if sizes and operation.outputs[0].dtype == tf.variant:
+            listed[len(ops), 0] = sizes[0]
+        passed: tuple[int, ...] = ()
         if operation.type in LOOPS:
-            for number, size in _stacks(operation, trace.graph_def.library):
-                sizes[number] = size
+            for number, tensor in enumerate(operation.inputs):
+                listed[len(ops), number] = listed.get(values[tensor.name], 0)
+            stacks, passed = _kept(operation, trace.graph_def.library)
+            for number in passed:
+                sizes[number] = 0
+            for stack in stacks:
+                listed |= {(len(ops), number): stack.bytes for number in stack.outputs}
+                if stack.held:  # by all of its lists, and so until the last of them goes
+                    last = max(
+                        stack.outputs, key=lambda n: _last_reader(operation.outputs[n], position)
+                    )
+                    sizes[last] = stack.bytes
         numbers[name] = add(
             Op(
                 name=name,
@@ -437,6 +458,7 @@ def build(trace: Trace, *, fold: bool = True) -> Program:
                 dtypes=tuple(tensor.dtype for tensor in operation.outputs),
                 forwards=_forwards(operation, kind),
                 forwarded=_FORWARDED.get(operation.type, 0),
+                passed=passed,
             ),
             definitions[name],
         )
@@ -572,18 +594,30 @@ def _is_view(operation: tf.Operation) -> bool:
     return whole[1:] == (part if one_row else part[1:]) and row_bytes % _ALIGNED == 0
 
 
-def _stacks(
-    loop: tf.Operation, library: function_pb2.FunctionDefLibrary
-) -> Iterator[tuple[int, int]]:
+@dataclass(frozen=True)
+class _Stack:
     """What a loop keeps of each of its turns, for its gradient or its result.
 
-    A value that goes into several lists is held once, and one that is the same
-    in every turn is not held by the loop.
+    Attributes:
+      bytes: of all that it puts into a list.
+      outputs: the numbers of the lists among the loop's outputs.
+      held: whether the loop makes what is in there; not so if it is the same in
+        every turn.
+    """
 
-    Yields:
-      The number of a list among the loop's outputs, and the bytes of all that
-      the loop puts into it, where both the length of the list and the shape of
-      what it takes are known.
+    bytes: int
+    outputs: list[int]
+    held: bool
+
+
+def _kept(
+    loop: tf.Operation, library: function_pb2.FunctionDefLibrary
+) -> tuple[list[_Stack], tuple[int, ...]]:
+    """What of a loop's outputs is not simply the last turn's.
+
+    Returns:
+      The stacks, where the length of a list and the shape of what goes in are
+      known; and the numbers of the outputs that no turn changes.
     """
     name = loop.get_attr("body").name
     (definition,) = (function for function in library.function if function.signature.name == name)
@@ -592,7 +626,8 @@ def _stacks(
     returned = {
         argument.name: _source(t) for argument, t in zip(body.inputs, body.outputs, strict=True)
     }
-    counted = set()
+    passed = [n for n, argument in enumerate(body.inputs) if returned[argument.name] is argument]
+    found: dict[str, _Stack] = {}
     for number, (before, after) in enumerate(zip(loop.inputs, body.outputs, strict=True)):
         after = _source(after)
         if before.op.type not in _LISTS or after.op.type not in _LIST_WRITES:
@@ -601,11 +636,26 @@ def _stacks(
         item = _source(after.op.inputs[_LIST_WRITES[after.op.type]])
         item = returned.get(item.name, item)  # what the turn before has computed
         shape = _shape(item)
-        if length is None or length < 0 or shape is None or item.name in counted:
+        if length is None or length < 0 or shape is None:
             continue
-        counted.add(item.name)
-        if item.op.type != "ReadVariableOp" and item.name not in returned:
-            yield number, int(length) * _bytes(item, shape)
+        if item.name not in found:
+            held = item.op.type != "ReadVariableOp" and item.name not in returned
+            found[item.name] = _Stack(int(length) * _bytes(item, shape), [], held)
+        found[item.name].outputs.append(number)
+    return list(found.values()), tuple(passed)
+
+
+def _last_reader(tensor: tf.Tensor, position: Mapping[tf.Operation, int]) -> int:
+    """The position of the last operation that reads a tensor, -1 if there is none."""
+    last = -1
+    for reader in tensor.consumers():
+        if reader.type in _IDENTITIES:
+            same = zip(reader.inputs, reader.outputs, strict=True)
+            reads = [_last_reader(out, position) for into, out in same if into is tensor]
+        else:
+            reads = [position.get(reader, -1)]
+        last = max(last, *reads)
+    return last
 
 
 def _source(tensor: tf.Tensor) -> tf.Tensor:

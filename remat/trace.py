@@ -23,6 +23,7 @@ from tensorflow.core.framework import (
     function_pb2,
     graph_pb2,
     node_def_pb2,
+    tensor_shape_pb2,
     types_pb2,
 )
 from tensorflow.core.protobuf import config_pb2
@@ -133,7 +134,7 @@ def trace(
 
     return Trace(
         graph_def=optimised,
-        graph=_imported(optimised),
+        graph=imported(optimised),
         inputs=tuple(inputs[:arguments]),
         captures=(
             *(
@@ -155,7 +156,7 @@ def tracing() -> bool:
     return getattr(_here, "tracing", False)
 
 
-def _imported(graph_def: graph_pb2.GraphDef) -> tf.Graph:
+def imported(graph_def: graph_pb2.GraphDef) -> tf.Graph:
     """The graph with shapes, those of what functions return included."""
     library = {function.signature.name: function for function in graph_def.library.function}
     nodes = {node.name: node for node in graph_def.node}
@@ -237,7 +238,7 @@ def _returned(
     graph_def, names = function_def_to_graph.function_def_to_graph_def(function, shapes)
     del graph_def.library.function[:]
     graph_def.library.function.extend(library.values())
-    graph = _imported(graph_def)
+    graph = imported(graph_def)
     results = [function.ret[result.name] for result in function.signature.output_arg]
     return [graph.get_tensor_by_name(names[result]) for result in results]
 
@@ -315,15 +316,23 @@ def _as_inputs_and_outputs(
             argument.attr["dtype"].type = node.attr["T"].type or node.attr["dtype"].type
             argument.attr["shape"].shape.CopyFrom(shapes[node.name].as_proto())
             if _HANDLE_SHAPES in node.attr:
-                argument.op = "VarHandleOp"
                 (dtype,) = node.attr[_HANDLE_DTYPES].list.type
                 (shape,) = node.attr[_HANDLE_SHAPES].list.shape
-                argument.attr["dtype"].type = dtype
-                argument.attr["shape"].shape.CopyFrom(shape)
-                argument.attr["shared_name"].s = node.name.encode()
+                argument = variable_node(node.name, dtype, shape)
             node.CopyFrom(argument)
     _remove(graph_def, outputs)
     return [outputs[name] for name in results]
+
+
+def variable_node(
+    name: str, dtype: types_pb2.DataType, shape: tensor_shape_pb2.TensorShapeProto
+) -> node_def_pb2.NodeDef:
+    """The node of a variable's handle, which tells readers of the graph its shape."""
+    node = node_def_pb2.NodeDef(name=name, op="VarHandleOp")
+    node.attr["dtype"].type = dtype
+    node.attr["shape"].shape.CopyFrom(shape)
+    node.attr["shared_name"].s = name.encode()
+    return node
 
 
 def _describe_gradients(graph: tf.Graph, nodes: dict[str, node_def_pb2.NodeDef]) -> None:

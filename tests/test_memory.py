@@ -372,3 +372,32 @@ answer(free=free, pieces=[laid.block.bytes, *laid.layout.before, *laid.layout.af
         {**COUNTED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(limit)},
     )
     assert sum(sorted(found["pieces"])[-2:]) > 0.97 * found["free"]
+
+
+@pytest.mark.parametrize("kind", ["branch", "loop"])
+def test_what_functions_hold_while_they_run_is_predicted(kind: str) -> None:
+    """An update in a branch that is taken every third step; the turns of a loop."""
+    found = run(
+        f"""
+kind = {kind!r}
+"""
+        + """
+keras.utils.set_random_seed(0)
+if kind == "branch":
+    shape, layers = (512,), [keras.layers.Dense(1024, "relu") for _ in range(2)]
+else:
+    shape, layers = (64, 32), [keras.layers.LSTM(96, return_sequences=True), keras.layers.LSTM(96)]
+model = keras.Sequential([keras.Input(shape), *layers, keras.layers.Dense(10)])
+adam = keras.optimizers.Adam(gradient_accumulation_steps=3 if kind == "branch" else None)
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+specs = tf.TensorSpec((32, *shape)), tf.TensorSpec((32,), tf.int32)
+# Not corrected by a trial: what the model says by itself.
+step = remat.compile(model, loss, adam, *specs, budget="1GiB", profile={}, check=False)
+"""
+        + _PEAKS_OF_SIX_STEPS
+        + """
+answer(predicted=step.plan.peak, peaks=peaks)
+""",
+        COUNTED,
+    )
+    assert max(found["peaks"]) == pytest.approx(found["predicted"], rel=0.04)

@@ -1,0 +1,92 @@
+"""What loops, conditionals and calls hold inside while they run.
+
+To a schedule each of them is one operation.  The values of the functions that
+it runs come and go within that one run, and so they are its scratch memory.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+from tensorflow.core.framework import types_pb2
+from tensorflow.core.framework.function_pb2 import FunctionDef
+from tensorflow.python.framework import function_def_to_graph
+
+from .loops import LOOPS
+from .memory import creation_events, requests
+from .program import Kind, Program, Tensor, build, calls
+from .trace import Trace, TraceError, imported, variable_node
+
+
+def held_inside(program: Program) -> dict[int, int]:
+    """Bytes that operations hold, beside their results, for the functions that they run.
+
+    Of several branches that is the one that holds most, whichever is taken.  A
+    turn of a loop holds its values beside the results, which are the turn
+    before's.  What kernels in there ask for besides, and functions with a value
+    whose shape is not known, count for nothing.
+
+    Returns:
+      The bytes, by operation, where there are any.
+    """
+    library = {function.signature.name: function for function in program.library.library.function}
+    found = {}
+    for index, op in enumerate(program.ops):
+        if op.kind is not Kind.ONCE or not calls(op.type):
+            continue
+        node = program.nodes[index]
+        attributes = node.attr.values()
+        names = [node.op, *(f.name for value in attributes for f in (value.func, *value.list.func))]
+        functions = [library[name] for name in names if name in library]
+        most = max((_most(program, op.inputs, function) for function in functions), default=0)
+        if op.type not in LOOPS:
+            most -= sum(op.bytes)
+        if most > 0:
+            found[index] = most
+    return found
+
+
+def _most(program: Program, inputs: tuple[Tensor, ...], function: FunctionDef) -> int:
+    """The most bytes that a function's own values take at once."""
+    # What is in front of its arguments chooses among the branches.
+    given = inputs[len(inputs) - len(function.signature.input_arg) :]
+    try:
+        body = build(_traced(program, given, function))
+    except TraceError:
+        return 0
+    asked = requests(body, creation_events(body), held_inside(body))
+    return max(asked.timeline(0), default=0)
+
+
+def _traced(program: Program, given: tuple[Tensor, ...], function: FunctionDef) -> Trace:
+    """A function as a step of its own, for the arguments that it is given."""
+    external = dict(program.captures)
+    shapes = [program.ops[source].shapes[number] for source, number in given]
+    arguments = [argument.name for argument in function.signature.input_arg]
+    graph_def, tensors = function_def_to_graph.function_def_to_graph_def(
+        function, [tf.TensorShape(shape) for shape in shapes]
+    )
+    del graph_def.library.function[:]
+    graph_def.library.CopyFrom(program.library.library)
+    captured = {
+        name: external[source]
+        for name, (source, _) in zip(arguments, given, strict=True)
+        if source in external and source in program.variables
+    }
+    for node in graph_def.node:
+        if node.name in captured and node.attr["dtype"].type == types_pb2.DT_RESOURCE:
+            spec = program.variables[given[arguments.index(node.name)][0]]
+            shape = spec.shape.as_proto()
+            node.CopyFrom(variable_node(node.name, spec.dtype.as_datatype_enum, shape))
+    return Trace(
+        graph_def=graph_def,
+        graph=imported(graph_def),
+        inputs=tuple(name for name in arguments if name not in captured),
+        captures=tuple(captured.items()),
+        outputs=tuple(
+            tensors[function.ret[result.name]] for result in function.signature.output_arg
+        ),
+        targets=tuple(function.control_ret.values()),
+        structured_outputs=None,
+        plain=None,
+        pieces=graph_def,
+    )
