@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from . import cli_profile, cli_solve, cli_sweep, cli_trace
 
@@ -40,14 +41,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"remat {version('remat-tf')}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for module in (cli_trace, cli_profile, cli_solve, cli_sweep):
         module.register(commands)
     parsed = parser.parse_args(arguments)
     try:
         return parsed.run(parsed)
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        print(f"remat: error: {reason}", file=sys.stderr)
+        return BAD_INPUT
     # Every error of this package is a ValueError; a method may need an extra.
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, ModuleNotFoundError) as error:
         print(f"remat: error: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:

@@ -623,7 +623,9 @@ def load_plan(prepared: Prepared, plan: Plan) -> Planned:
     if stated is not None and stated != prepared.fingerprint:
         raise PlanError(
             f"the plan was made for another step ({plan.graph_name}): model, loss, optimizer, "
-            "shapes and TensorFlow version must be those it was made with"
+            "shapes, TensorFlow version and the names of layers must be those it was made with "
+            "(a second model in one process gets other names: keras.backend.clear_session() "
+            "before it starts them anew)"
         )
     if stated is None and plan.graph != graph.fingerprint:
         raise PlanError(

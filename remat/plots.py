@@ -27,6 +27,7 @@ _RECOMPUTATION = "#D55E00"
 _SECONDS = "time (s)"
 _PAIR = (_REFERENCE, _COLOURS[0])  # predicted, measured
 _TYPES_SHOWN = 12
+_HEADROOM = 3.0  # a budget of more times the highest peak is not drawn: the curves would be flat
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,9 @@ def plot_memory(
 def _draw_memory(
     figure: Figure | SubFigure, curves: Sequence[Curve], budget: int, title: str, time_label: str
 ) -> None:
-    top = max(budget, *(curve.peak for curve in curves))
+    top = max(curve.peak for curve in curves)
+    beyond = budget > _HEADROOM * top
+    top = top if beyond else max(top, budget)
     unit, size = next((name, size) for name, size in _UNITS if top >= size or size == 1)
     repeated = [curve for curve in curves if curve.recomputations]
     if repeated:
@@ -158,7 +161,7 @@ def _draw_memory(
         color="black",
         linestyle=(0, (5, 3)),
         linewidth=1.2,
-        label=f"budget: {budget / size:.4g} {unit}",
+        label=f"budget: {budget / size:.4g} {unit}" + " (not in the picture)" * beyond,
     )
     for row, curve in enumerate(repeated):
         bars = [(start, end - start) for start, end in curve.recomputations]

@@ -132,6 +132,7 @@ class CompiledStep:
         self.measured_peak: int | None = None
         self.seconds: dict[str, float] = {}
         self._calls = 0
+        self._ran = False  # a step of the training
         self._warned = False  # of a later step above the budget
         self._laid: allocator.Laid | None = None
         self._settled_bytes: int | None = None  # in use when a step starts
@@ -303,12 +304,11 @@ class CompiledStep:
         try:
             if tf.inside_function():
                 return self._inside()(*flat)
-            if self._laid is None:
-                return self._run(*flat)
             self._keep_layout()
             while True:
                 with self._settled() as as_planned:
                     if as_planned:
+                        self._ran = True
                         return self._run(*flat)
                 self._drifted()
         except tf.errors.ResourceExhaustedError as error:
@@ -360,7 +360,7 @@ class CompiledStep:
         except InfeasibleBudgetError as error:
             warnings.warn(f"the plan stays as it is: {error}", RuntimeWarning, stacklevel=3)
             return
-        self._run = self._lower()
+        self._lower_again()
         self._calls = 0
 
     def _solve(
@@ -500,6 +500,19 @@ class CompiledStep:
         program, planned = self.prepared.program, self.planned
         return lower(program, planned.events, planned.fillers, self._constants, timed=timed)
 
+    def _lower_again(self) -> None:
+        """Has the step run by a new plan from now on."""
+        self._run = self._lower()
+        if self._ran and draws(self.prepared.program):
+            warnings.warn(
+                "the step is planned anew, and what it draws in a loop or a branch, or of some "
+                "kinds (categories, say), comes from generators that start anew with the plan: "
+                "from here on these numbers are not the plain step's; keras.random with a "
+                "SeedGenerator is exact",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
     @contextmanager
     def _settled(self) -> Iterator[bool]:
         """Puts the pool into the state that the plan is for; yields whether it is."""
@@ -544,7 +557,7 @@ class CompiledStep:
                 stacklevel=4,
             )
             self._unplace()
-        self._run = self._lower()
+        self._lower_again()
 
     def _unplace(self) -> None:
         """Goes on without places for tensors."""
@@ -584,7 +597,7 @@ class CompiledStep:
                 pool = replace(pool, layout=found.layout)
             self.prepared = replace(self.prepared, pool=pool)
             self.planned = self._solve(None, say, self.plan.schedule)
-            self._run = self._lower()
+            self._lower_again()
         # Dividing memory took all that was free for a moment; the step does not.
         allocator.reset_peak(self.device)
 
@@ -652,7 +665,15 @@ class CompiledStep:
 
 def draws(program: Program) -> bool:
     """Whether a step has random generators whose states are not in variables."""
-    return any(op.kind is Kind.ONCE and op.type.startswith(_GENERATORS) for op in program.ops)
+    return any(type.startswith(_GENERATORS) for type in _types(program))
+
+
+def _types(program: Program) -> set[str]:
+    """The types of the operations that run once, and of those in functions that they run."""
+    types = {op.type for op in program.ops if op.kind is Kind.ONCE}
+    for function in program.library.library.function:
+        types.update(node.op for node in function.node_def)
+    return types
 
 
 def _reversible(program: Program) -> bool:
@@ -661,10 +682,7 @@ def _reversible(program: Program) -> bool:
     for index, external in program.captures:
         if external.dtype in (tf.resource, tf.variant) and index not in variables:
             return False  # a table, an iterator, ...
-    types = {op.type for op in program.ops if op.kind is Kind.ONCE}
-    for function in program.library.library.function:
-        types.update(node.op for node in function.node_def)
-    return not any(has_effects(type, beside=_REVERSIBLE) for type in types)
+    return not any(has_effects(type, beside=_REVERSIBLE) for type in _types(program))
 
 
 def _may_not_end(program: Program) -> bool:

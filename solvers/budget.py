@@ -53,19 +53,17 @@ def parse_budget(budget: int | float | str, plain_peak: int) -> int:
                 f"budget {budget!r} is not an amount of memory; write bytes (4294967296), "
                 "'4GiB', '900MB' or '50%'"
             )
-        digits = match[1].replace(",", "").replace("_", "")
-        if unit == "%":
-            return _share(Fraction(digits) / 100, plain_peak, budget)
-        if not unit and not digits.isdigit():
-            return _share(Fraction(digits), plain_peak, budget)
-        return int(Fraction(digits) * _UNITS[unit])
+        amount = Fraction(match[1].replace(",", "").replace("_", ""))
+        if is_share(budget):
+            return _share(amount / 100 if unit == "%" else amount, plain_peak, budget)
+        return int(amount * _UNITS[unit])
     if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
         raise ValueError(f"a budget is a number of bytes, a fraction or text, not {budget!r}")
     if isinstance(budget, numbers.Integral):
         if budget < 0:
             raise ValueError(f"budget is {budget} bytes; it must not be negative")
         return int(budget)
-    budget = float(budget)
+    budget = float(budget)  # a share
     if not math.isfinite(budget):
         raise ValueError(f"a budget must be finite, not {budget!r}")
     return _share(Fraction(repr(budget)), plain_peak, budget)

@@ -573,3 +573,33 @@ answer(same=same(ours, theirs), recomputed=len(step.plan.schedule) - len(set(ste
     assert found["same"]
     assert found["recomputed"] > 0
     assert found["measured"] <= found["budget"]
+
+
+def test_trial_runs_draw_no_numbers_that_the_training_would() -> None:
+    """Those in loops, too, whose generators no variable holds."""
+    found = run(
+        """
+exact()
+
+def trained(wrap):
+    tf.random.set_seed(3)
+    w = tf.Variable(tf.random.stateless_normal((256, 256), (1, 1)) / 16)
+    def step(x):
+        with tf.GradientTape() as tape:
+            turn = lambda i, h: (i + 1, tf.tanh(h @ w) * tf.random.uniform((512, 256)))
+            h = tf.while_loop(lambda i, h: i < 3, turn, (0, x))[1]
+            loss = tf.reduce_mean(h * h)
+        w.assign_sub(tape.gradient(loss, w))
+        return loss
+    run = wrap(step)
+    batches = [(tf.random.stateless_normal((512, 256), (3, k)),) for k in range(4)]
+    return train(run, batches), w.numpy(), run
+
+plain = trained(tf.function)
+ours = trained(remat.function(budget="64MiB", profile={}))
+answer(same=same(plain[:2], ours[:2]), measured=ours[2].steps[0].measured_peak is not None)
+""",
+        EXACT,
+    )
+    assert found["measured"]
+    assert found["same"]
