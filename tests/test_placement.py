@@ -127,9 +127,8 @@ BODY = """
 keras.utils.set_random_seed(0)
 inputs = x = keras.Input((96, 96, 3))
 for width in (16, 24, 16, 24):
-    x = keras.layers.Conv2D(width, 3, padding="same")(x)
-    x = keras.layers.Activation("elu")(keras.layers.BatchNormalization()(x))
-x = keras.layers.MaxPooling2D()(x)
+    # Not convolutions: their scratch memory is another on each processor.
+    x = keras.layers.Activation("elu")(keras.layers.BatchNormalization()(keras.layers.Dense(width)(x)))
 model = keras.Model(inputs, keras.layers.Dense(10)(keras.layers.GlobalAveragePooling2D()(x)))
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 specs = tf.TensorSpec((32, 96, 96, 3)), tf.TensorSpec((32,), tf.int32)
@@ -140,7 +139,10 @@ for number, (x, y) in enumerate(zip(batches(specs[0], 5), batches(specs[1], 5)))
     peaks.append(peak_of(lambda: globals().update(results=step(x, y))))
     if number == 2:
         del results  # the caller holds results, and then does not
-answer(predicted=step.plan.peak, peaks=peaks, fillers=len(step.compiled.planned.fillers))
+answer(
+    predicted=step.plan.peak, peaks=peaks, fillers=len(step.compiled.planned.fillers),
+    recomputed=len(step.plan.schedule) - len(set(step.plan.schedule)), plain=step.plain_peak,
+)
 """
 LIMITED = {**COUNTED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": "160"}
 
@@ -159,10 +161,11 @@ planning.simulate = simulate
 
 
 def test_every_tensor_lies_where_it_should() -> None:
-    limited = {**LIMITED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": "192"}
-    found = run(BODY.format(before=NEVER_BY_ITSELF, budget=192), limited)
+    limited = {**LIMITED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": "130"}
+    found = run(BODY.format(before=NEVER_BY_ITSELF, budget=130), limited)
     assert found["fillers"] > 0
-    assert max(found["peaks"]) <= 192 * MIB
+    assert found["recomputed"] > 0
+    assert max(found["peaks"]) <= 130 * MIB
     assert max(found["peaks"]) == pytest.approx(found["predicted"], rel=0.005)
 
 
