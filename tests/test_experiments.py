@@ -113,7 +113,8 @@ def test_nothing_is_hidden() -> None:
     done = Row(
         SMALL, "1 x 2", "0.5", plain_peak=100 * MIB, budget=50 * MIB, budget_share=0.5,
         status="done", predicted=48 * MIB, measured=49 * MIB,
-        overhead_predicted=0.08, overhead_measured=0.2, lowering=1.01, compile_seconds=20.0,
+        overhead_predicted=0.08, overhead_measured=0.2, overhead_fastest=0.15, lowering=1.01,
+        compile_seconds=20.0,
     )  # fmt: skip
     rows = [
         done,

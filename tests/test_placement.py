@@ -127,8 +127,8 @@ BODY = """
 keras.utils.set_random_seed(0)
 inputs = x = keras.Input((96, 96, 3))
 for width in (16, 24, 16, 24):
-    # Not convolutions: their scratch memory is another on each processor.
-    x = keras.layers.Activation("elu")(keras.layers.BatchNormalization()(keras.layers.Dense(width)(x)))
+    x = keras.layers.Dense(width)(x)  # a convolution's scratch memory is each processor's own
+    x = keras.layers.Activation("elu")(keras.layers.BatchNormalization()(x))
 model = keras.Model(inputs, keras.layers.Dense(10)(keras.layers.GlobalAveragePooling2D()(x)))
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 specs = tf.TensorSpec((32, 96, 96, 3)), tf.TensorSpec((32,), tf.int32)
