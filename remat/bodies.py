@@ -11,9 +11,11 @@ from tensorflow.core.framework import types_pb2
 from tensorflow.core.framework.function_pb2 import FunctionDef
 from tensorflow.python.framework import function_def_to_graph
 
+from .conditionals import CONDITIONALS
 from .loops import LOOPS
 from .memory import creation_events, requests
-from .program import Kind, Program, Tensor, build, calls
+from .pieces import CALLS
+from .program import Program, Tensor, build
 from .trace import Trace, TraceError, imported, variable_node
 
 
@@ -31,11 +33,10 @@ def held_inside(program: Program) -> dict[int, int]:
     library = {function.signature.name: function for function in program.library.library.function}
     found = {}
     for index, op in enumerate(program.ops):
-        if op.kind is not Kind.ONCE or not calls(op.type):
+        if op.type not in (*LOOPS, *CONDITIONALS, *CALLS, *library):
             continue
-        node = program.nodes[index]
-        attributes = node.attr.values()
-        names = [node.op, *(f.name for value in attributes for f in (value.func, *value.list.func))]
+        attributes = program.nodes[index].attr.values()
+        names = [op.type, *(f.name for value in attributes for f in (value.func, *value.list.func))]
         functions = [library[name] for name in names if name in library]
         most = max((_most(program, op.inputs, function) for function in functions), default=0)
         if op.type not in LOOPS:
