@@ -380,7 +380,7 @@ class _Judge:
                 if budget < self.floor:
                     message = (
                         f"running {names} alone takes {self.floor:,} bytes; the least budget "
-                        f"known to be feasible is {self._least_peak:,} bytes"
+                        f"known to work is {self._least_peak:,} bytes"
                     )
                 elif not message:
                     message = "no schedule fits the budget (proven)"
