@@ -25,7 +25,7 @@ def held_inside(program: Program) -> dict[int, int]:
     Of several branches that is the one that holds most, whichever is taken.  A
     turn of a loop holds its values beside the results, which are the turn
     before's.  What kernels in there ask for besides, and functions with a value
-    whose shape is not known, count for nothing.
+    whose shape is not known, or with a loop in pieces, count for nothing.
 
     Returns:
       The bytes, by operation, where there are any.
@@ -48,6 +48,8 @@ def held_inside(program: Program) -> dict[int, int]:
 
 def _most(program: Program, inputs: tuple[Tensor, ...], function: FunctionDef) -> int:
     """The most bytes that a function's own values take at once."""
+    if any(node.op == "NextIteration" for node in function.node_def):
+        return 0
     # What is in front of its arguments chooses among the branches.
     given = inputs[len(inputs) - len(function.signature.input_arg) :]
     try:
@@ -63,10 +65,11 @@ def _traced(program: Program, given: tuple[Tensor, ...], function: FunctionDef) 
     external = dict(program.captures)
     shapes = [program.ops[source].shapes[number] for source, number in given]
     arguments = [argument.name for argument in function.signature.input_arg]
-    graph_def, tensors = function_def_to_graph.function_def_to_graph_def(
-        function, [tf.TensorShape(shape) for shape in shapes]
-    )
-    del graph_def.library.function[:]
+    with tf.Graph().as_default():
+        tf.graph_util.import_graph_def(program.library, name="")  # which the function may call
+        graph_def, tensors = function_def_to_graph.function_def_to_graph_def(
+            function, [tf.TensorShape(shape) for shape in shapes]
+        )
     graph_def.library.CopyFrom(program.library.library)
     captured = {
         name: external[source]

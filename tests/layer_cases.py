@@ -141,6 +141,11 @@ def stack(*middle: Callable[[], Any], width: int = 8) -> Callable[[], keras.Mode
     return build
 
 
+def wide() -> layers.Layer:
+    """What there is to compute again beside layers that are run once."""
+    return layers.Dense(48, activation="gelu")
+
+
 def sequence(*middle: Callable[[], Any], mask: bool = False) -> Callable[[], keras.Model]:
     """An embedding, the layers in question, and an average over time."""
 
@@ -501,7 +506,7 @@ CASES = {
     "cond, while_loop and map_fn": Case(stack(Control), recomputes=False),
     "loops in loops": Case(stack(Nested), recomputes=False),
     "functions": Case(stack(Called)),
-    "blocks left out": Case(stack(Dropped, Dropped)),
+    "blocks left out": Case(stack(Dropped, wide, wide, Dropped)),
     "regularizers and add_loss": Case(regularized),
     "shared and frozen layers, dicts": Case(
         shared_and_frozen,
