@@ -374,12 +374,13 @@ answer(free=free, pieces=[laid.block.bytes, *laid.layout.before, *laid.layout.af
     assert sum(sorted(found["pieces"])[-2:]) > 0.97 * found["free"]
 
 
-@pytest.mark.parametrize("kind", ["branch", "loop"])
-def test_what_functions_hold_while_they_run_is_predicted(kind: str) -> None:
-    """An update in a branch that is taken every third step; the turns of a loop."""
+@pytest.mark.parametrize(("kind", "check"), [("branch", False), ("loop", False), ("loop", True)])
+def test_what_functions_hold_while_they_run_is_predicted(kind: str, check: bool) -> None:
+    """An update in a branch that is taken every third step; the turns of a loop; by the
+    model alone, and corrected by a trial."""
     found = run(
         f"""
-kind = {kind!r}
+kind, check = {kind!r}, {check}
 """
         + """
 keras.utils.set_random_seed(0)
@@ -391,8 +392,7 @@ model = keras.Sequential([keras.Input(shape), *layers, keras.layers.Dense(10)])
 adam = keras.optimizers.Adam(gradient_accumulation_steps=3 if kind == "branch" else None)
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 specs = tf.TensorSpec((32, *shape)), tf.TensorSpec((32,), tf.int32)
-# Not corrected by a trial: what the model says by itself.
-step = remat.compile(model, loss, adam, *specs, budget="1GiB", profile={}, check=False)
+step = remat.compile(model, loss, adam, *specs, budget="1GiB", profile={}, check=check)
 """
         + _PEAKS_OF_SIX_STEPS
         + """
@@ -400,4 +400,4 @@ answer(predicted=step.plan.peak, peaks=peaks)
 """,
         COUNTED,
     )
-    assert max(found["peaks"]) == pytest.approx(found["predicted"], rel=0.04)
+    assert max(found["peaks"]) == pytest.approx(found["predicted"], rel=0.02 if check else 0.04)
