@@ -9,14 +9,13 @@ from __future__ import annotations
 import tensorflow as tf
 from tensorflow.core.framework import types_pb2
 from tensorflow.core.framework.function_pb2 import FunctionDef
-from tensorflow.python.framework import function_def_to_graph
 
 from .conditionals import CONDITIONALS
 from .loops import LOOPS
 from .memory import creation_events, requests
 from .pieces import CALLS
 from .program import Program, Tensor, build
-from .trace import Trace, TraceError, imported, variable_node
+from .trace import Trace, TraceError, function_graph, imported, variable_node
 
 
 def held_inside(program: Program) -> dict[int, int]:
@@ -63,14 +62,9 @@ def _most(program: Program, inputs: tuple[Tensor, ...], function: FunctionDef) -
 def _traced(program: Program, given: tuple[Tensor, ...], function: FunctionDef) -> Trace:
     """A function as a step of its own, for the arguments that it is given."""
     external = dict(program.captures)
-    shapes = [program.ops[source].shapes[number] for source, number in given]
+    shapes = [tf.TensorShape(program.ops[source].shapes[number]) for source, number in given]
     arguments = [argument.name for argument in function.signature.input_arg]
-    with tf.Graph().as_default():
-        tf.graph_util.import_graph_def(program.library, name="")  # which the function may call
-        graph_def, tensors = function_def_to_graph.function_def_to_graph_def(
-            function, [tf.TensorShape(shape) for shape in shapes]
-        )
-    graph_def.library.CopyFrom(program.library.library)
+    graph_def, tensors = function_graph(function, shapes, program.library.library.function)
     captured = {
         name: external[source]
         for name, (source, _) in zip(arguments, given, strict=True)

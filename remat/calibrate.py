@@ -58,8 +58,11 @@ def requested_by_op(recorded: Iterable[Allocation]) -> dict[str, Counter[int]]:
     return found
 
 
-def held_while_calling(
-    program: Program, events: Sequence[Event], recorded: Sequence[Allocation]
+def _held_while_calling(
+    program: Program,
+    events: Sequence[Event],
+    position: Mapping[str, int],
+    recorded: Sequence[Allocation],
 ) -> dict[int, int]:
     """The most bytes that events which run functions held at once of what they took.
 
@@ -68,11 +71,14 @@ def held_while_calling(
     after have asked for; of several that may be, by the one whose name it begins with,
     or else by the first.
 
+    Args:
+      program, events, recorded: as ``compare`` takes them.
+      position: the number of each event, by the name of its node.
+
     Returns:
       The bytes, by the number of the event.
     """
-    names = [node_name(program, event) for event in events]
-    position = {name: at for at, name in enumerate(names)}
+    names = list(position)
     calling = [at for at, event in enumerate(events) if calls(program.ops[event.op].type)]
     following = [len(events)] * len(recorded)  # the next event that asked for something
     for number in range(len(recorded) - 1, 0, -1):
@@ -126,7 +132,7 @@ def compare(
     reached = order[-1] if order else 0
     takes_over: dict[str, set[bool]] = defaultdict(set)
     found_workspace: dict[int, int] = {}
-    while_calling = held_while_calling(program, events, recorded)
+    while_calling = _held_while_calling(program, events, position, recorded)
     for at, (event, name, taken) in enumerate(
         zip(events[:reached], names, asked.taken, strict=False)
     ):

@@ -11,9 +11,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
-from . import cli_profile, cli_solve, cli_sweep, cli_trace
+from . import __version__, cli_profile, cli_solve, cli_sweep, cli_trace
 
 DONE, BAD_INPUT, INFEASIBLE, INTERRUPTED = 0, 2, 3, 130
 
@@ -41,20 +40,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"remat {version('remat-tf')}")
+    parser.add_argument("--version", action="version", version=f"remat {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for module in (cli_trace, cli_profile, cli_solve, cli_sweep):
         module.register(commands)
     parsed = parser.parse_args(arguments)
     try:
         return parsed.run(parsed)
-    except OSError as error:
-        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        print(f"remat: error: {reason}", file=sys.stderr)
-        return BAD_INPUT
     # Every error of this package is a ValueError; a method may need an extra.
-    except (ValueError, ModuleNotFoundError) as error:
-        print(f"remat: error: {error}", file=sys.stderr)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        reason = str(error)
+        if isinstance(error, OSError) and error.filename:
+            reason = f"{error.filename}: {error.strerror}"
+        print(f"remat: error: {reason}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -235,12 +235,34 @@ def _returned(
     """What a function returns, with the shapes that it has for some arguments."""
     function = library[called.name]
     shapes = [tensor.shape for tensor in arguments]
-    graph_def, names = function_def_to_graph.function_def_to_graph_def(function, shapes)
-    del graph_def.library.function[:]
-    graph_def.library.function.extend(library.values())
+    graph_def, names = function_graph(function, shapes, library.values())
     graph = imported(graph_def)
     results = [function.ret[result.name] for result in function.signature.output_arg]
     return [graph.get_tensor_by_name(names[result]) for result in results]
+
+
+def function_graph(
+    function: function_pb2.FunctionDef,
+    shapes: Sequence[tf.TensorShape],
+    library: Iterable[function_pb2.FunctionDef],
+) -> tuple[graph_pb2.GraphDef, dict[str, str]]:
+    """The graph of a function for arguments of some shapes.
+
+    Args:
+      function: the function; its arguments become placeholders.
+      shapes: of its arguments.
+      library: the functions that it may call, and that the graph has.
+
+    Returns:
+      The graph, and the names that tensors have there, by those in the function.
+    """
+    known = graph_pb2.GraphDef()
+    known.library.function.extend(library)
+    with tf.Graph().as_default():  # where what it calls is looked up
+        tf.graph_util.import_graph_def(known, name="")
+        graph_def, names = function_def_to_graph.function_def_to_graph_def(function, shapes)
+    graph_def.library.CopyFrom(known.library)
+    return graph_def, names
 
 
 def _static(tensors: Sequence[tf.Tensor]) -> bool:
