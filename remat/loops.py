@@ -121,21 +121,21 @@ def make_whole(graph_def: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
     Raises:
       UnknownFormError: if a loop is not of the form that is expected.
     """
-    frames = _frames(graph_def)
+    places = frames(graph_def)
     inside: dict[str, dict[str, NodeDef]] = {}
     for node in graph_def.node:
-        if frames[node.name]:
-            inside.setdefault(frames[node.name][0], {})[node.name] = node
-    loops = [_loop(name, nodes, frames) for name, nodes in inside.items()]
+        if places[node.name]:
+            inside.setdefault(places[node.name][0], {})[node.name] = node
+    loops = [_loop(name, nodes, places) for name, nodes in inside.items()]
     functions = [_functions(loop, graph_def) for loop in loops]
     whole = graph_pb2.GraphDef(library=graph_def.library, versions=graph_def.versions)
-    whole.node.extend(node for node in graph_def.node if not frames[node.name])
+    whole.node.extend(node for node in graph_def.node if not places[node.name])
     results: dict[str, tuple[str, int]] = {}
     for loop, both in zip(loops, functions, strict=True):
         _as_while(whole.node.add(name=loop.name), loop, *both)
         whole.library.function.extend(both)
         for node in loop.nodes.values():
-            if node.op == "Exit" and frames[node.name] == (loop.name,):
+            if node.op == "Exit" and places[node.name] == (loop.name,):
                 results[node.name] = loop.name, _number(loop, node)
     # Where all results of a loop were read at once, this had the loop's name.
     names = {node.name: f"{node.name}/results" for node in whole.node if node.name in inside}
@@ -150,36 +150,34 @@ def make_whole(graph_def: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
     return whole
 
 
-def _frames(graph_def: graph_pb2.GraphDef) -> dict[str, tuple[str, ...]]:
-    """The loops that each node is in, the outermost first.
+def frames(graph_def: graph_pb2.GraphDef) -> dict[str, tuple[str, ...]]:
+    """The loops in pieces that each node is in, the outermost first.
 
     All inputs of a node are in the same; ``Enter`` leads into one, and what
     reads ``Exit`` is out of it.
     """
     reading = readers(graph_def)
-    frames: dict[str, tuple[str, ...]] = {
-        node.name: () for node in graph_def.node if not node.input
-    }
+    found: dict[str, tuple[str, ...]] = {node.name: () for node in graph_def.node if not node.input}
     waiting = deque(node for node in graph_def.node if not node.input)
     while waiting:
         node = waiting.popleft()
-        frame = frames[node.name]
+        frame = found[node.name]
         for reader in reading[node.name]:
-            if reader.name in frames:
+            if reader.name in found:
                 continue
             own = frame[:-1] if node.op == "Exit" else frame
             if reader.op == "Enter":
                 own = (*own, reader.attr["frame_name"].s.decode())
-            frames[reader.name] = own
+            found[reader.name] = own
             waiting.append(reader)
-    if len(frames) < len(graph_def.node):
+    if len(found) < len(graph_def.node):
         raise UnknownFormError("a cycle that no loop enters")
-    return frames
+    return found
 
 
-def _loop(name: str, nodes: dict[str, NodeDef], frames: dict[str, tuple[str, ...]]) -> _Loop:
+def _loop(name: str, nodes: dict[str, NodeDef], places: dict[str, tuple[str, ...]]) -> _Loop:
     """Finds the parts of a loop."""
-    own = [node for node in nodes.values() if frames[node.name] == (name,)]
+    own = [node for node in nodes.values() if places[node.name] == (name,)]
     changing, first, following = [], [], []
     for merge in own:
         if merge.op != "Merge":

@@ -19,7 +19,7 @@ from tensorflow.python.eager import record as tape
 from . import allocator
 from .arena import Pool
 from .calibrate import Corrections, compare
-from .generators import Generators
+from .generators import ASKING, Generators, Kernel, apart, keeps_state, kernel_handles
 from .loops import LOOPS
 from .lower import held_constants, lower
 from .measure import measure
@@ -65,8 +65,10 @@ _DRIFT = 1 << 19  # bytes allocated beside a step before that happens
 _MEASURING = threading.RLock()  # the allocator's counters are the whole process's
 # Stateful operations whose effects a trial run can undo: it puts variables back, and
 # a fresh lowering resets random states.
-_GENERATORS = ("Random", "TruncatedNormal", "Multinomial", "Parameterized")
-_REVERSIBLE = (*ON_VARIABLES, "While", "If", "Case", "StatefulPartitionedCall", "TensorList")
+_REVERSIBLE = (
+    *(*ON_VARIABLES, "While", "If", "Case", "StatefulPartitionedCall", "TensorList"),
+    *ASKING,  # of generators; other queues and iterators have handles that are not
+)
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,7 @@ class CompiledStep:
         program = self.prepared.program
         if steps < 1:
             raise ValueError(f"steps is {steps}; at least one step is timed")
-        if not _reversible(program):
+        if not self._reversible():
             raise ValueError(
                 "the step has effects beside its variables (a table, an iterator, Python code), "
                 "which a measurement could not undo; measure its real steps"
@@ -286,8 +288,7 @@ class CompiledStep:
         self._keep_layout()
         with _MEASURING, _variables_put_back(program):
             self._settled_bytes = None
-            # Lowerings of their own have generators of their own.
-            lowered, timed = self._lower(), self._lower(timed=True)
+            (lowered, _kernels), (timed, _others) = self._apart(), self._apart(timed=True)
             found = measure(
                 lambda: lowered(*inputs),
                 lambda: timed(*inputs),
@@ -393,7 +394,7 @@ class CompiledStep:
 
         Every variable is put back afterwards, bit for bit.
         """
-        if not _reversible(self.prepared.program):
+        if not self._reversible():
             say.line("not measured before the first step: it has effects beside its variables")
             return
         if _may_not_end(self.prepared.program):
@@ -445,9 +446,6 @@ class CompiledStep:
                     raise
                 break  # it is within the budget, if only just
             self._run = self._lower()
-        if draws(self.prepared.program):
-            # A fresh lowering starts its generators where the plain step does.
-            self._run = self._lower()
 
     def _trial(self) -> tuple[int | None, list[Allocation]]:
         """Runs the step on zeros, as in a training loop (the last results are held
@@ -458,6 +456,7 @@ class CompiledStep:
           allocated.
         """
         program = self.prepared.program
+        step, _kernels = self._apart()
         peak = 0
         recorded: list[Allocation] = []
         results: list[tf.Tensor] | None = []
@@ -467,7 +466,7 @@ class CompiledStep:
             nonlocal results
             try:
                 with self._settled():
-                    results = self._run(*inputs)
+                    results = step(*inputs)
             except tf.errors.ResourceExhaustedError:
                 results = None
 
@@ -496,9 +495,32 @@ class CompiledStep:
         asked = requests(program, events, workspace)
         return compare(program, events, asked, workspace, recorded, corrected_before)
 
-    def _lower(self, *, timed: bool = False) -> Callable[..., list[tf.Tensor]]:
+    def _lower(self) -> Callable[..., list[tf.Tensor]]:
         program, planned = self.prepared.program, self.planned
-        return lower(program, planned.events, planned.fillers, self._constants, timed=timed)
+        return lower(program, planned.events, planned.fillers, self._constants)
+
+    def _apart(self, *, timed: bool = False) -> tuple[Callable[..., list[tf.Tensor]], list[Kernel]]:
+        """The step, to be run without moving the generators of the training.
+
+        Returns:
+          The function, and what is to be kept for as long as it is run.
+        """
+        program, planned = self.prepared.program, self.planned
+        captures, kernels = apart(program.captures, self._generators or {})
+        program = replace(program, captures=captures)
+        return lower(
+            program, planned.events, planned.fillers, self._constants, timed=timed
+        ), kernels
+
+    def _reversible(self) -> bool:
+        """Whether a run can be undone by putting the variables back."""
+        program = self.prepared.program
+        kernels = {id(handle) for handle in kernel_handles(self._generators or {})}
+        for index, external in program.captures:
+            of_something = external.dtype in (tf.resource, tf.variant)
+            if of_something and index not in program.variables and id(external) not in kernels:
+                return False  # a table, an iterator, ...
+        return not any(has_effects(type, beside=_REVERSIBLE) for type in _types(program))
 
     def _lower_again(self) -> None:
         """Has the step run by a new plan from now on."""
@@ -665,7 +687,7 @@ class CompiledStep:
 
 def draws(program: Program) -> bool:
     """Whether a step has random generators whose states are not in variables."""
-    return any(type.startswith(_GENERATORS) for type in _types(program))
+    return any(map(keeps_state, _types(program)))
 
 
 def _types(program: Program) -> set[str]:
@@ -674,15 +696,6 @@ def _types(program: Program) -> set[str]:
     for function in program.library.library.function:
         types.update(node.op for node in function.node_def)
     return types
-
-
-def _reversible(program: Program) -> bool:
-    """Whether a run can be undone by putting the variables back."""
-    variables = program.variables
-    for index, external in program.captures:
-        if external.dtype in (tf.resource, tf.variant) and index not in variables:
-            return False  # a table, an iterator, ...
-    return not any(has_effects(type, beside=_REVERSIBLE) for type in _types(program))
 
 
 def _may_not_end(program: Program) -> bool:

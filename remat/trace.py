@@ -33,10 +33,11 @@ from tensorflow.python.framework import function_def_to_graph, kernels, smart_co
 from . import conditionals, inline, loops
 from .allocator import UNWRITTEN
 from .executor import ONE_BY_ONE, execution_order
-from .generators import Generators, share
+from .generators import Generators, shapes_drawn, share
 from .pieces import CALLS, SHAPES, UnknownFormError, name_of
 
 _ARGUMENT, _RESULT = "_Arg", "_Retval"  # operations of a function's graph
+_COUNTING = ("Where", "Unique", "ListDiff", "DynamicPartition", "NonMaxSuppression")
 _HANDLE_DTYPES, _HANDLE_SHAPES = "_handle_dtypes", "_handle_shapes"  # TensorFlow's own names
 _numbers = itertools.count()
 _here = threading.local()
@@ -94,7 +95,8 @@ def trace(
         dimensions open.  Grappler does other things to a graph whose shapes it
         does not know, and results differ in the last digits; so the step is
         optimised for these shapes, and only then told its real ones.
-      generators: those that all shapes of ``traced_for`` have in common.
+      generators: those that all shapes of ``traced_for`` have in common; None
+        leaves them to each plan's own kernels.
 
     Raises:
       TraceError: if an argument's shape is not static, or the step does nothing.
@@ -123,18 +125,22 @@ def trace(
     if not results and not targets:
         raise TraceError("the step returns no tensor and changes no variable: nothing to plan")
     with source.as_default():  # which knows the functions
-        pieces, optimised = _grappler(graph_def, results, [*inputs, *targets])
+        pieces, optimised, shared = _grappler(graph_def, results, [*inputs, *targets], generators)
     shapes = [spec.shape for spec in tf.nest.flatten(list(input_signature))]
     shapes += [tensor.shape for tensor in source.inputs[arguments:]]
-    outputs = _as_inputs_and_outputs(optimised, dict(zip(inputs, shapes, strict=True)), results)
-    shared = [] if generators is None else share(optimised, generators)
+    handed = dict(zip(inputs, shapes, strict=True)) | {
+        name: tf.TensorShape([]) for name, _ in shared
+    }
+    outputs = _as_inputs_and_outputs(optimised, handed, results)
     _bypass_loops(optimised)
     loops.one_turn_at_a_time(optimised)
     _rename_functions(optimised)
+    graph = imported(optimised)
+    _check_loops(graph, optimised)
 
     return Trace(
         graph_def=optimised,
-        graph=imported(optimised),
+        graph=graph,
         inputs=tuple(inputs[:arguments]),
         captures=(
             *(
@@ -178,6 +184,35 @@ def imported(graph_def: graph_pb2.GraphDef) -> tf.Graph:
             return graph
 
 
+def _check_loops(graph: tf.Graph, graph_def: graph_pb2.GraphDef) -> None:
+    """Checks that what goes into a turn of a loop and what comes out have the same shapes.
+
+    While sizes are open, a value that grows has the same shape as one that does not.
+    Some shapes that stay the same are not known after a turn, either; they are taken
+    for others only where a turn computes how many of something there are.
+
+    Raises:
+      TraceError: naming a value of another shape.
+    """
+    library = {function.signature.name: function for function in graph_def.library.function}
+    for loop in graph.get_operations():
+        if loop.type not in loops.LOOPS:
+            continue
+        body = loop.get_attr("body")
+        counts = any(node.op.startswith(_COUNTING) for node in library[body.name].node_def)
+        after = _returned(body, loop.inputs, library)
+        for before, result, returned in zip(loop.inputs, loop.outputs, after, strict=True):
+            if before.dtype in (tf.resource, tf.variant):
+                continue
+            unknown = counts and not returned.shape.is_fully_defined()
+            if unknown or not returned.shape.is_compatible_with(before.shape):
+                raise TraceError(
+                    f"the value {result.name} ({loop.type}) has the shape {before.shape} before "
+                    f"a turn of the loop and {returned.shape} after it; remat needs every shape "
+                    "to be known when the step is traced"
+                )
+
+
 def _results(
     operation: tf.Operation, library: Mapping[str, function_pb2.FunctionDef]
 ) -> list[tf.TensorShape]:
@@ -191,6 +226,8 @@ def _results(
             for branch in conditionals.branches(operation)
         ]
         return branches[0] if all(shapes == branches[0] for shapes in branches) else []
+    if kind == "IteratorGetNext":
+        return shapes_drawn(operation)
     if kind == "LookupTableFindV2" and _static(inputs[1:]):
         _, keys, default = inputs
         return [keys.shape.concatenate(default.shape)]
@@ -417,28 +454,41 @@ def _rename_functions(graph_def: graph_pb2.GraphDef) -> None:
                 function.name = names.get(function.name, function.name)
 
 
+_Handles = list[tuple[str, tf.Tensor]]
+
+
 def _grappler(
-    graph_def: graph_pb2.GraphDef, results: Sequence[str], keep: Sequence[str]
-) -> tuple[graph_pb2.GraphDef, graph_pb2.GraphDef]:
+    graph_def: graph_pb2.GraphDef,
+    results: Sequence[str],
+    keep: Sequence[str],
+    generators: Generators | None,
+) -> tuple[graph_pb2.GraphDef, graph_pb2.GraphDef, _Handles]:
     """Runs Grappler with the settings in force.
 
     Args:
       graph_def: the step.
       results, keep: names of nodes that are there afterwards: those whose
         values are read, and others.
+      generators: as ``trace`` takes them.
 
     Returns:
-      The graph as it would run, in pieces, and with nothing in pieces.
+      The graph as it would run, in pieces, and with nothing in pieces; and the
+      handles of generators that these take.
     """
     config = config_pb2.ConfigProto()
     config.CopyFrom(context.context().config)
     if config.graph_options.rewrite_options.disable_meta_optimizer:
-        return _copied(graph_def), graph_def
+        shared = _share(graph_def, generators)
+        return _copied(graph_def), graph_def, shared
     asked = {node.name: node.device for node in graph_def.node}
-    pieces, whole = _in_pieces_and_whole(graph_def, config, results, keep)
+    pieces, whole, shared = _in_pieces_and_whole(graph_def, config, results, keep, generators)
     for node in whole.node:
         node.device = asked.get(node.name, "")
-    return pieces, _restore_sums(whole)
+    return pieces, _restore_sums(whole), shared
+
+
+def _share(graph_def: graph_pb2.GraphDef, generators: Generators | None) -> _Handles:
+    return [] if generators is None else share(graph_def, generators)
 
 
 def _in_pieces_and_whole(
@@ -446,7 +496,8 @@ def _in_pieces_and_whole(
     config: config_pb2.ConfigProto,
     results: Sequence[str],
     keep: Sequence[str],
-) -> tuple[graph_pb2.GraphDef, graph_pb2.GraphDef]:
+    generators: Generators | None,
+) -> tuple[graph_pb2.GraphDef, graph_pb2.GraphDef, _Handles]:
     """What Grappler makes of a graph, and the same with nothing in pieces, to be scheduled."""
     if loops.keep_shapes(graph_def):
         for hold in (False, True):
@@ -455,13 +506,15 @@ def _in_pieces_and_whole(
                 conditionals.hold(held)
             with contextlib.suppress(UnknownFormError):
                 optimised = _optimised(held, config, results, keep)
+                shared = _share(optimised, generators)
                 whole = conditionals.make_whole(loops.make_whole(optimised), [*results, *keep])
                 conditionals.release(whole)
-                return optimised, whole
+                return optimised, whole, shared
     # For this executor Grappler breaks nothing up; the name does nothing else.
     config.experimental.executor_type = ONE_BY_ONE
     optimised = _optimised(graph_def, config, results, keep)
-    return _copied(optimised), optimised
+    shared = _share(optimised, generators)
+    return _copied(optimised), optimised, shared
 
 
 def _copied(graph_def: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
