@@ -20,6 +20,7 @@ import tensorflow as tf
 from .program import Program
 
 _MEETING = "CollectiveReduceV2"
+_LARGEST_SEED = (1 << 31) - 1
 _GROUP = 1 << 30  # TensorFlow counts its own groups from 1
 
 
@@ -41,22 +42,48 @@ def check_side_by_side(program: Program, name: str) -> None:
         )
 
 
-def planned_apart(step: Callable[..., Any], number: int) -> Callable[..., Any]:
+def planned_apart(
+    step: Callable[..., Any], number: int, drawn: dict[Any, int], key: Any
+) -> Callable[..., Any]:
     """``step``, to be traced for one of several replicas.
 
     Args:
       step: the training step.
       number: of the step; every replica gives it the same one.
+      drawn: how many random operations without seeds of their own the first
+        replica has, by ``key``.  They are numbered in the one graph of all
+        replicas, and so each draws other numbers.
 
     Raises (when it is traced):
       ValueError: if replicas add up values that are not dense.
     """
 
     def one_replica(*arguments: Any) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        if graph.seed is None:
+            with _meetings(number):
+                return step(*arguments)
+        for _ in range(_place() * drawn.get(key, 0)):
+            _number_of_next()
         with _meetings(number):
-            return step(*arguments)
+            results = step(*arguments)
+        drawn.setdefault(key, _number_of_next())
+        return results
 
     return one_replica
+
+
+def _place() -> int:
+    """The number of this replica among those of this process."""
+    replica = tf.distribute.get_replica_context()
+    here = len(replica.strategy.extended.worker_devices)
+    return int(tf.get_static_value(replica.replica_id_in_sync_group)) % here
+
+
+def _number_of_next() -> int:
+    """Takes the number that the next random operation without a seed would get."""
+    _, number = tf.compat.v1.random.get_seed(None)
+    return int(number) % _LARGEST_SEED  # which stands for zero
 
 
 @contextmanager

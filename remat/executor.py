@@ -39,6 +39,7 @@ INEXPENSIVE = frozenset(
         "NextIteration",
         "LoopCond",
         "Snapshot",
+        "IteratorGetNext",  # takes what a generator was asked for just before (generators.py)
     ]
 )
 

@@ -117,8 +117,9 @@ class Function:
         self._name = str(name or getattr(step, "__name__", "step"))
         self._parameters = inspect.signature(step)
         self._traced_for: Signature | None = None
-        self._compiled: dict[Hashable, CompiledStep] = {}
+        self._compiled: dict[tuple[int, Hashable], CompiledStep] = {}  # by replica, and signature
         self._generators: defaultdict[Any, Generators] = defaultdict(dict)  # by what is traced
+        self._drawn: dict[str, int] = {}  # see collectives
         self._number = next(_numbers)  # the same in all workers, which make the same functions
         self._lock = threading.RLock()
 
@@ -232,21 +233,23 @@ class Function:
             step, signature, values = call.of_tensors(self._step), list(call.specs), call.tensors
             key = (call.key, self._traced_for)
         replica = tf.distribute.get_replica_context()
-        if replica is not None:  # each replica has variables of its own
-            key = (key, int(tf.get_static_value(replica.replica_id_in_sync_group)))
-        if key not in self._compiled:
+        number = 0
+        if replica is not None:
+            number = int(tf.get_static_value(replica.replica_id_in_sync_group))
+        signed = (number, key)  # each replica has variables and generators of its own
+        if signed not in self._compiled:
             if tf.inside_function():
                 raise TraceError(
                     f"{self._name} has no plan for these shapes, and cannot be planned inside a "
                     "tf.function: call it, or compiled(...) on specs, before"
                 )
             with self._lock:  # a second thread with this signature waits for the plan
-                if key not in self._compiled:
-                    shared: Generators | None = self._generators[repr(traced_for)]
+                if signed not in self._compiled:
+                    shared = self._generators[number, repr(traced_for)]
                     if replica is not None and replica.num_replicas_in_sync > 1:
-                        step = collectives.planned_apart(step, self._number)
-                        shared = None  # each has its own
-                    self._compiled[key] = CompiledStep(
+                        kind = repr((traced_for, signature))
+                        step = collectives.planned_apart(step, self._number, self._drawn, kind)
+                    self._compiled[signed] = CompiledStep(
                         step,
                         signature,
                         self._options,
@@ -256,18 +259,20 @@ class Function:
                         generators=shared,
                         at_least=max((step.budget for step in self.steps), default=0),
                     )
-                    if traced_for is not None and len(self._compiled) == 2:
-                        self._warn_of_generators(self._compiled[key])
-        return self._compiled[key], values
+                    alike = sum(one == number for one, _ in self._compiled)
+                    if traced_for is not None and alike == 2:
+                        self._warn_of_generators(self._compiled[signed])
+        return self._compiled[signed], values
 
     def _warn_of_generators(self, step: CompiledStep) -> None:
         """Says where plans for two shapes of one trace do not draw as that would."""
         if draws(step.prepared.program):
             warnings.warn(
-                f"{self._name} is planned for batches of two shapes, and draws numbers in a loop "
-                "or a branch, or of a kind (integers, categories) for which each plan has a "
-                "generator of its own; the plain step has one for both, so they are not the plain "
-                "step's; keras.random with a SeedGenerator is exact",
+                f"{self._name} is planned for batches of two shapes, and draws numbers in a "
+                "function that is called as it is, or on a GPU in another way than uniform or "
+                "normal: each plan has a generator of its own there; the plain step has one for "
+                "both, so they are not the plain step's; keras.random with a SeedGenerator is "
+                "exact",
                 RuntimeWarning,
                 stacklevel=4,
             )

@@ -18,6 +18,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, op_def_pb2, types_pb2
 from tensorflow.core.framework.node_def_pb2 import NodeDef
 from tensorflow.python.framework import op_def_registry
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from .loops import frames
 from .pieces import name_of
@@ -102,8 +103,11 @@ def share(graph_def: graph_pb2.GraphDef, generators: Generators) -> list[tuple[s
             shared.draw_from_kernel(node, generator)
         else:
             shared.draw_from_variable(node, generator)
-    # In front: numbers are drawn when they were, and so sums are added in the same order.
-    nodes = [*shared.added.node, *graph_def.node]
+    # What is added is in front, and what asks is where the operation was: numbers are drawn
+    # when they were, and so sums are added in the same order.
+    nodes = [*shared.added.node]
+    for node in graph_def.node:
+        nodes += [shared.asks[node.name], node] if node.name in shared.asks else [node]
     del graph_def.node[:]
     graph_def.node.extend(nodes)
     return shared.captures
@@ -138,11 +142,13 @@ class _Shared:
 
     Attributes:
       added: the nodes that are to be in front of the others.
+      asks: what asks the kernels, by the name of what then takes the numbers.
       captures: the handles, by the names of those of them that are arguments.
     """
 
     def __init__(self, graph_def: graph_pb2.GraphDef) -> None:
         self.added = graph_pb2.GraphDef()
+        self.asks: dict[str, NodeDef] = {}
         self.captures: list[tuple[str, tf.Tensor]] = []
         self._frames = frames(graph_def)
         constants = {node.name for node in graph_def.node if node.op == "Const"}
@@ -183,8 +189,8 @@ class _Shared:
             )
             for name, handle in zip(("asked", "drawn"), kernel.handles, strict=True)
         )
-        asks = self.added.node.add(name=f"{node.name}/asks", op="QueueEnqueueV2")
-        asks.device = node.device
+        asks = NodeDef(name=f"{node.name}/asks", op="QueueEnqueueV2", device=node.device)
+        self.asks[node.name] = asks
         asks.input.extend([queue, *node.input])
         read, given = _types(node)
         asks.attr["Tcomponents"].list.type.extend(read)
@@ -233,7 +239,8 @@ def _shareable(node: NodeDef) -> bool:
 
 def _generator(node: NodeDef) -> tf.Variable | Kernel:
     if node.op in _FROM_VARIABLE:
-        return tf.Variable([0, node.attr["seed2"].i, node.attr["seed"].i], dtype=tf.int64)
+        # No variable of a strategy, which would be the same for all replicas.
+        return ResourceVariable([0, node.attr["seed2"].i, node.attr["seed"].i], dtype=tf.int64)
     drawing = NodeDef()
     drawing.CopyFrom(node)
     drawing.device = ""

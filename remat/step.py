@@ -527,10 +527,10 @@ class CompiledStep:
         self._run = self._lower()
         if self._ran and draws(self.prepared.program):
             warnings.warn(
-                "the step is planned anew, and what it draws in a loop or a branch, or of some "
-                "kinds (categories, say), comes from generators that start anew with the plan: "
-                "from here on these numbers are not the plain step's; keras.random with a "
-                "SeedGenerator is exact",
+                "the step is planned anew, and what it draws in a function that is called as it "
+                "is, or on a GPU in another way than uniform or normal, comes from generators "
+                "that start anew with the plan: from here on these numbers are not the plain "
+                "step's; keras.random with a SeedGenerator is exact",
                 RuntimeWarning,
                 stacklevel=4,
             )

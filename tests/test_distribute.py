@@ -18,9 +18,18 @@ _PRELUDE = """
 exact()
 CHEAP = dict(profile={}, check=False, time_limit=0.3)
 
-def network(dropout=0.1, **normalization):
+class Noise(keras.layers.Layer):
+    # Of other numbers for each replica; gamma has a kernel of its own.
+    def call(self, x, training=False):
+        if not training:
+            return x
+        return x + 0.1 * tf.random.normal(tf.shape(x)) + 0.1 * tf.random.gamma(tf.shape(x), 2.0)
+
+def network(dropout=0.1, noise=False, **normalization):
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((16, 16, 3))])
+    if noise:
+        model.add(Noise())
     for _ in range(3):
         model.add(keras.layers.Conv2D(8, 3, padding="same"))
         model.add(keras.layers.BatchNormalization(**normalization))
@@ -225,7 +234,7 @@ def test_mirrored_fit(synchronized: bool) -> None:
         + """
 def train(ours):
     with strategy.scope():
-        model = network(synchronized=synchronized)
+        model = network(noise=True, synchronized=synchronized)
         if ours:
             model = remat.wrap(model, budget=0.8, **CHEAP)
         model.compile(keras.optimizers.AdamW(1e-2, global_clipnorm=0.1), crossentropy,
