@@ -245,9 +245,8 @@ class Function:
                 )
             with self._lock:  # a second thread with this signature waits for the plan
                 if signed not in self._compiled:
-                    shared = self._generators[number, repr(traced_for)]
+                    kind = repr(traced_for or signature)
                     if replica is not None and replica.num_replicas_in_sync > 1:
-                        kind = repr((traced_for, signature))
                         step = collectives.planned_apart(step, self._number, self._drawn, kind)
                     self._compiled[signed] = CompiledStep(
                         step,
@@ -256,7 +255,7 @@ class Function:
                         self._name,
                         autograph=self._autograph,
                         traced_for=traced_for,
-                        generators=shared,
+                        generators=self._generators[number, kind],
                         at_least=max((step.budget for step in self.steps), default=0),
                     )
                     alike = sum(one == number for one, _ in self._compiled)

@@ -186,7 +186,7 @@ def read(
                 RuntimeWarning,
                 stacklevel=2,
             )
-    traced = trace(function, input_signature, autograph=autograph)
+    traced = trace(function, input_signature, autograph=autograph, generators=generators)
     return traced, _program(traced)
 
 

@@ -23,7 +23,7 @@ class Noise(keras.layers.Layer):
     def call(self, x, training=False):
         if not training:
             return x
-        return x + 0.1 * tf.random.normal(tf.shape(x)) + 0.1 * tf.random.gamma(tf.shape(x), 2.0)
+        return (x + 0.1 * tf.random.normal(tf.shape(x))) * tf.random.gamma(tf.shape(x), 2.0)
 
 def network(dropout=0.1, noise=False, **normalization):
     keras.utils.set_random_seed(1)
