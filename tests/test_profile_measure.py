@@ -166,10 +166,12 @@ def test_every_kind_of_operation_is_measured_and_nothing_else_stops_it():
     found = measure([*UNMEASURABLE.values(), *KINDS.values()])
     assert {row.signature for row in found.rows} == set(KINDS.values()), found.reasons
     for row in found.rows:
-        assert 0 < row.seconds < 1, row.signature.op
+        # Less those of an empty function, which may be all that there are.
+        assert 0 <= row.seconds < 1, row.signature.op
         assert row.repeats >= 3
         assert row.workspace_bytes is None or row.workspace_bytes >= 0
         assert row.tensorflow == tf.__version__
+    assert sum(row.seconds > 0 for row in found.rows) > len(KINDS) / 2
     assert set(found.reasons) == {each.text for each in UNMEASURABLE.values()}
     for reason, each in UNMEASURABLE.items():
         assert reason in found.reasons[each.text]
