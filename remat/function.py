@@ -247,7 +247,9 @@ class Function:
                 if signed not in self._compiled:
                     kind = repr(traced_for or signature)
                     if replica is not None and replica.num_replicas_in_sync > 1:
-                        step = collectives.planned_apart(step, self._number, self._drawn, kind)
+                        step = collectives.planned_apart(
+                            step, self._number, self._drawn, repr(traced_for)
+                        )
                     self._compiled[signed] = CompiledStep(
                         step,
                         signature,

@@ -31,6 +31,7 @@ _FROM_VARIABLE = {
     "TruncatedNormal": "StatefulTruncatedNormal",
 }
 _DRAWN = "_remat_drawn"  # the attribute of a draw that says which operation draws
+_ASKED = 1 << 10  # draws that may be asked for before one is taken
 ASKING = ("QueueEnqueueV2", "IteratorGetNext")
 
 
@@ -65,6 +66,13 @@ def kernel_handles(generators: Generators) -> list[tf.Tensor]:
     """The handles of the kernels that plans share."""
     kernels = (one for one in generators.values() if isinstance(one, Kernel))
     return [handle for kernel in kernels for handle in kernel.handles]
+
+
+def forget_asked(generators: Generators) -> None:
+    """Empties the queues: a step that failed may have asked, and not taken what is drawn."""
+    for one in generators.values():
+        while isinstance(one, Kernel) and one.asked.size() > 0:
+            one.asked.dequeue()
 
 
 def keeps_state(type: str) -> bool:
@@ -252,7 +260,7 @@ def _generator(node: NodeDef) -> tf.Variable | Kernel:
 
 def _kernel(node: NodeDef) -> Kernel:
     read, given = _types(node)
-    asked = tf.queue.FIFOQueue(1, [tf.as_dtype(kind) for kind in read])
+    asked = tf.queue.FIFOQueue(_ASKED, [tf.as_dtype(kind) for kind in read])
     several = len(asked.dtypes) > 1
 
     def draw(_: tf.Tensor) -> tuple[tf.Tensor, ...]:
@@ -263,6 +271,7 @@ def _kernel(node: NodeDef) -> Kernel:
     options.experimental_optimization.apply_default_optimizations = False
     options.autotune.enabled = False
     options.deterministic = True
+    # As many threads as the plain step has: what is drawn may depend on how many there are.
     options.threading.max_intra_op_parallelism = 0
     dataset = tf.data.Dataset.counter().map(draw).with_options(options)
     drawn = tf.raw_ops.AnonymousIteratorV3(

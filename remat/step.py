@@ -19,7 +19,7 @@ from tensorflow.python.eager import record as tape
 from . import allocator
 from .arena import Pool
 from .calibrate import Corrections, compare
-from .generators import ASKING, Generators, Kernel, apart, keeps_state, kernel_handles
+from .generators import ASKING, Generators, Kernel, apart, forget_asked, keeps_state, kernel_handles
 from .loops import LOOPS
 from .lower import held_constants, lower
 from .measure import measure
@@ -312,7 +312,11 @@ class CompiledStep:
                         self._ran = True
                         return self._run(*flat)
                 self._drifted()
-        except tf.errors.ResourceExhaustedError as error:
+        except tf.errors.OpError as error:
+            if not tf.inside_function():
+                forget_asked(self._generators or {})
+            if not isinstance(error, tf.errors.ResourceExhaustedError):
+                raise
             raise tf.errors.ResourceExhaustedError(
                 error.node_def,
                 error.op,
@@ -456,7 +460,9 @@ class CompiledStep:
           allocated.
         """
         program = self.prepared.program
-        step, _kernels = self._apart()
+        # Almost no step draws so that running it moves more than its variables.
+        moves = kernel_handles(self._generators or {}) or draws(program)
+        step, _kernels = self._apart() if moves else (self._run, [])
         peak = 0
         recorded: list[Allocation] = []
         results: list[tf.Tensor] | None = []
