@@ -26,12 +26,14 @@ import tensorflow as tf
 from . import collectives
 from .generators import Generators
 from .planning import StepPlan
-from .solvers import PlanError
+from .solvers import InfeasibleBudgetError, PlanError
+from .solvers.budget import format_bytes, is_share
 from .step import CompiledStep, Options, draws
 from .trace import TraceError, tracing
 
 Signature = tuple[tf.TensorSpec, ...]
 
+_ATTEMPTS = 3  # at a plan for another signature, with a share of the plain peak
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), tf.DType)
 
 
@@ -84,7 +86,9 @@ def function(
       InfeasibleBudgetError: if no schedule within the budget is found.
       TraceError: if a shape is not static, or an argument is not dense.
     """
-    chosen = Options(budget=budget, **options)
+    chosen = Options.given("remat.function", {"budget": budget, **options})
+    if step is not None and not callable(step):
+        raise TypeError(f"{step!r} is no function; a budget is given as budget={step!r}")
     if chosen.plan is not None and input_signature is None:
         raise ValueError("a plan is for one signature: give input_signature with it")
 
@@ -165,12 +169,13 @@ class Function:
 
     @property
     def plan(self) -> StepPlan:
-        """The plan of the first signature.
+        """The plan of the first signature; made now, if an ``input_signature`` says all.
 
         Raises:
           PlanError: if nothing is planned yet.
         """
-        if self._input_signature is not None:
+        specs = tf.nest.flatten(self._input_signature or ())
+        if specs and all(spec.shape.is_fully_defined() for spec in specs):
             return self.compiled().plan
         if not self._compiled:
             raise PlanError(
@@ -250,20 +255,54 @@ class Function:
                         step = collectives.planned_apart(
                             step, self._number, self._drawn, repr(traced_for)
                         )
-                    self._compiled[signed] = CompiledStep(
-                        step,
-                        signature,
-                        self._options,
-                        self._name,
-                        autograph=self._autograph,
-                        traced_for=traced_for,
-                        generators=self._generators[number, kind],
-                        at_least=max((step.budget for step in self.steps), default=0),
+                    self._compiled[signed] = self._planned(
+                        step, signature, traced_for, self._generators[number, kind]
                     )
                     alike = sum(one == number for one, _ in self._compiled)
                     if traced_for is not None and alike == 2:
                         self._warn_of_generators(self._compiled[signed])
         return self._compiled[signed], values
+
+    def _planned(
+        self,
+        step: Callable[..., Any],
+        signature: list[Any],
+        traced_for: Sequence[Any] | None,
+        generators: Generators,
+    ) -> CompiledStep:
+        """Plans the step for a signature.
+
+        A share of the plain peak is no reason to end a training that has begun: where it
+        is not enough for another signature, beside what is held by now, the least budget
+        is taken that is.
+        """
+        at_least = max((step.budget for step in self.steps), default=0)
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                return CompiledStep(
+                    step,
+                    signature,
+                    self._options,
+                    self._name,
+                    autograph=self._autograph,
+                    traced_for=traced_for,
+                    generators=generators,
+                    at_least=at_least,
+                )
+            except InfeasibleBudgetError as error:
+                share = self._options.budget != "auto" and is_share(self._options.budget)
+                if not (share and self.steps) or attempt == _ATTEMPTS:
+                    raise
+                at_least = error.least_budget
+                warnings.warn(
+                    f"{self._name}: {self._options.budget!r} of the plain peak is not enough for "
+                    f"another shape of batch, beside what is held by now: {error}; planning "
+                    f"within {format_bytes(at_least)}",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
 
     def _warn_of_generators(self, step: CompiledStep) -> None:
         """Says where plans for two shapes of one trace do not draw as that would."""

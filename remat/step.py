@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
+import numbers
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,7 @@ from .progress import ProgressLine
 from .solvers import InfeasibleBudgetError, Plan
 from .solvers.budget import format_bytes, is_share, parse_budget
 from .solvers.method import Method
+from .solvers.solving import check_method
 from .timeline import Allocation, record
 from .trace import Trace
 from .unfed import Unfed, unfed
@@ -73,7 +76,11 @@ _REVERSIBLE = (
 
 @dataclass(frozen=True)
 class Options:
-    """How a step is planned; see ``remat.compile``."""
+    """How a step is planned; see ``remat.compile``.
+
+    Raises:
+      ValueError, TypeError: if an option is not what it should be.
+    """
 
     budget: int | float | str = "auto"
     solver: str | Method = "auto"
@@ -84,6 +91,32 @@ class Options:
     check: bool = True
     quiet: bool | None = None
     verbose: bool | None = None
+
+    @classmethod
+    def given(cls, to: str, options: Mapping[str, Any]) -> Options:
+        """The options that somebody has given to a function.
+
+        Raises:
+          TypeError: naming one that there is not.
+        """
+        known = [option.name for option in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise TypeError(f"{to} has no option {name!r}; it takes {', '.join(known)}")
+        return cls(**options)
+
+    def __post_init__(self) -> None:
+        if self.budget != "auto":
+            _bytes(self.budget, _MOST)
+        if isinstance(self.solver, str):
+            check_method(self.solver)
+        limit = self.time_limit
+        if limit is not None and not (isinstance(limit, numbers.Real) and 0 < limit < math.inf):
+            raise ValueError(f"time_limit is {limit!r}; it is a number of seconds above 0")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, numbers.Integral):
+            raise ValueError(f"seed is {self.seed!r}; it is a whole number")
+        if not (self.plan is None or isinstance(self.plan, Plan)):
+            raise TypeError(f"plan is a remat.Plan: remat.Plan.load(...), not {self.plan!r}")
 
 
 class CompiledStep:
@@ -124,8 +157,6 @@ class CompiledStep:
           at_least: bytes below which a budget given as a share is not taken:
             what other steps of the same training may reach anyway.
         """
-        if not (options.plan is None or isinstance(options.plan, Plan)):
-            raise TypeError(f"plan is a remat.Plan: remat.Plan.load(...), not {options.plan!r}")
         self.options = options
         self.signature = tuple(input_signature)
         self._generators = generators  # a handle alone keeps no variable alive
@@ -363,7 +394,12 @@ class CompiledStep:
             with ProgressLine(False) as say:
                 self.planned = self._solve(ceiling, say, self.plan.schedule)
         except InfeasibleBudgetError as error:
-            warnings.warn(f"the plan stays as it is: {error}", RuntimeWarning, stacklevel=3)
+            warnings.warn(
+                f"the plan stays as it is, and a larger budget is what helps: {error}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            self._calls, self._warned = self._settling, True  # it would be the same again
             return
         self._lower_again()
         self._calls = 0
@@ -636,11 +672,7 @@ class CompiledStep:
             if plan is not None:
                 return plan.budget, "the given plan's"
             return allocator.memory_for_budget(self.device)
-        count = parse_budget(budget, plain_peak)
-        if count <= 0:
-            raise ValueError(f"the budget is {budget!r}; it must be above 0")
-        if count > _MOST:
-            raise ValueError(f"the budget is {budget!r}, more than any memory holds")
+        count = _bytes(budget, plain_peak)
         if is_share(budget):
             return max(count, self._at_least), _SHARE
         return count, "given"
@@ -689,6 +721,15 @@ class CompiledStep:
         started = time.perf_counter()
         yield
         self.seconds[stage] = time.perf_counter() - started
+
+
+def _bytes(budget: int | float | str, plain_peak: int) -> int:
+    count = parse_budget(budget, plain_peak)
+    if count <= 0:
+        raise ValueError(f"the budget is {budget!r}; it must be above 0")
+    if count > _MOST:
+        raise ValueError(f"the budget is {budget!r}, more than any memory holds")
+    return count
 
 
 def draws(program: Program) -> bool:

@@ -89,7 +89,7 @@ def wrap(
             f"{type(model).__name__} has a make_train_function of its own, which a budget would "
             "replace; what it does to one batch belongs into train_step"
         )
-    chosen = Options(budget=budget, **options)
+    chosen = Options.given("remat.wrap", {"budget": budget, **options})
     if chosen.quiet is None:  # fit prefetches batches, on the CPU
         chosen = replace(chosen, quiet=not device_at_hand().name.startswith("CPU"))
     if chosen.plan is not None:

@@ -10,6 +10,7 @@ from fractions import Fraction
 _UNITS = {
     "": 1,
     "B": 1,
+    "BYTES": 1,  # as errors write them
     "KB": 10**3,
     "MB": 10**6,
     "GB": 10**9,

@@ -53,6 +53,12 @@ _TICK = 0.05  # seconds between looks at the method
 _LOADING = 1.0  # seconds that annealing may take to load
 
 
+def check_method(name: str) -> None:
+    """Raises ``ValueError`` if there is no method of a name."""
+    if name not in METHODS:
+        raise ValueError(f"there is no solver {name!r}; choose one of {', '.join(METHODS)}")
+
+
 def load_method(name: str | Method) -> Method:
     """The method of a name; a method of the user's own is returned as it is.
 
@@ -61,8 +67,7 @@ def load_method(name: str | Method) -> Method:
     """
     if not isinstance(name, str):
         return name
-    if name not in METHODS:
-        raise ValueError(f"there is no solver {name!r}; choose one of {', '.join(METHODS)}")
+    check_method(name)
     module, function = METHODS[name].split(":")
     return getattr(importlib.import_module(f".{module}", __package__), function)
 

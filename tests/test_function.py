@@ -603,3 +603,65 @@ answer(same=same(plain[:2], ours[:2]), measured=ours[2].steps[0].measured_peak i
     )
     assert found["measured"]
     assert found["same"]
+
+
+def test_options_are_checked_where_they_are_given() -> None:
+    found = run(
+        """
+def refused(make):
+    try:
+        make()
+    except (TypeError, ValueError) as error:
+        return str(error)
+
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+doors = [lambda **options: remat.wrap(model, **options), remat.function]
+wrong = [
+    dict(budget="4 gigs"), dict(budget=0), dict(budget=1.5), dict(solver="autoo"),
+    dict(time_limit="3"), dict(seed="x"), dict(plan="step.plan.json"), dict(budgett="50%"),
+]
+answer(told=[[refused(lambda: door(**options)) for options in wrong] for door in doors],
+       swapped=refused(lambda: remat.function("4GiB")))
+""",
+        {},
+    )
+    words = ["4 gigs", "above 0", "1.5", "autoo", "time_limit", "seed", "Plan.load", "budgett"]
+    for told in found["told"]:
+        for word, message in zip(words, told, strict=True):
+            assert word in message
+    assert "budget='4GiB'" in found["swapped"]
+
+
+def test_a_share_that_is_too_little_beside_what_is_held_by_now_ends_no_training() -> None:
+    found = run(
+        """
+import warnings
+w = [tf.Variable(tf.random.stateless_normal((256, 256), (1, k)) / 16) for k in range(8)]
+
+@remat.function(budget="60%", profile={}, time_limit=0.5)
+def step(x):
+    with tf.GradientTape() as tape:
+        for each in w:
+            x = tf.tanh(x @ each)
+        loss = tf.reduce_mean(x * x)
+    for each, gradient in zip(w, tape.gradient(loss, w)):
+        each.assign_sub(gradient)
+    return loss
+
+step(tf.ones((4096, 256)))
+before = len(step.steps)
+held = tf.zeros([48 << 20])
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always", RuntimeWarning)
+    loss = step(tf.ones((4000, 256)))
+answer(before=before, steps=len(step.steps), loss=float(loss),
+       said=[str(w.message) for w in caught if "not enough for" in str(w.message)],
+       budgets=[one.budget for one in step.steps], peaks=[one.measured_peak for one in step.steps])
+""",
+        COUNTED,
+    )
+    assert (found["before"], found["steps"]) == (1, 2)
+    assert len(found["said"]) >= 1
+    assert found["loss"] > 0
+    assert found["budgets"][1] > found["budgets"][0]
+    assert found["peaks"][1] <= found["budgets"][1]
