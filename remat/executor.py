@@ -39,7 +39,6 @@ INEXPENSIVE = frozenset(
         "NextIteration",
         "LoopCond",
         "Snapshot",
-        "IteratorGetNext",  # takes what a generator was asked for just before (generators.py)
     ]
 )
 

@@ -121,7 +121,9 @@ class Function:
         self._name = str(name or getattr(step, "__name__", "step"))
         self._parameters = inspect.signature(step)
         self._traced_for: Signature | None = None
-        self._compiled: dict[tuple[int, Hashable], CompiledStep] = {}  # by replica, and signature
+        self._way = ""
+        # By replica and signature, and by the way if it draws.
+        self._compiled: dict[tuple[int, str, Hashable], CompiledStep] = {}
         self._generators: defaultdict[Any, Generators] = defaultdict(dict)  # by what is traced
         self._drawn: dict[str, int] = {}  # see collectives
         self._number = next(_numbers)  # the same in all workers, which make the same functions
@@ -139,16 +141,18 @@ class Function:
             collectives.check_side_by_side(step.prepared.program, self._name)
         return step(*tensors)
 
-    def traced_for(self, signature: Signature | None) -> Function:
+    def traced_for(self, signature: Signature | None, way: str = "") -> Function:
         """This function, with the plans it has, as ``tf.function`` traces it for less
         than is known.
 
         Args:
           signature: for each tensor among the arguments a shape that may leave
             dimensions open; None for the shapes that are met.
+          way: what calls it.  Each has a trace of its own, with other generators.
         """
         other = copy.copy(self)
         other._traced_for = signature
+        other._way = way
         return other
 
     def compiled(self, *args: Any, **kwargs: Any) -> CompiledStep:
@@ -165,7 +169,7 @@ class Function:
     @property
     def steps(self) -> tuple[CompiledStep, ...]:
         """The steps planned so far, one a signature, oldest first."""
-        return tuple(self._compiled.values())
+        return tuple(dict.fromkeys(self._compiled.values()))
 
     @property
     def plan(self) -> StepPlan:
@@ -226,6 +230,7 @@ class Function:
                 f"not say what {', '.join(bound.kwargs)} may be"
             )
         key: Hashable = None
+        trace: Hashable = None  # what plain TensorFlow traces apart, with generators of its own
         traced_for: Sequence[Any] | None = self._traced_for
         if self._input_signature is not None:
             step, signature, values = self._step, self._filled(bound.args), list(bound.args)
@@ -237,31 +242,38 @@ class Function:
             call = _Call.of(bound, self._name)
             step, signature, values = call.of_tensors(self._step), list(call.specs), call.tensors
             key = (call.key, self._traced_for)
+            trace = key if self._traced_for is None else (call.kind, self._traced_for)
         replica = tf.distribute.get_replica_context()
-        number = 0
+        number = 0  # each replica has variables and generators of its own
         if replica is not None:
             number = int(tf.get_static_value(replica.replica_id_in_sync_group))
-        signed = (number, key)  # each replica has variables and generators of its own
-        if signed not in self._compiled:
+        met = (number, self._way, key)
+        if met not in self._compiled:
             if tf.inside_function():
                 raise TraceError(
                     f"{self._name} has no plan for these shapes, and cannot be planned inside a "
                     "tf.function: call it, or compiled(...) on specs, before"
                 )
             with self._lock:  # a second thread with this signature waits for the plan
-                if signed not in self._compiled:
-                    kind = repr(traced_for or signature)
+                others = [
+                    step
+                    for (replica_number, _, other), step in self._compiled.items()
+                    if (replica_number, other) == (number, key) and not step.shares_generators
+                ]
+                if others:
+                    self._compiled.setdefault(met, others[0])
+                if met not in self._compiled:
                     if replica is not None and replica.num_replicas_in_sync > 1:
                         step = collectives.planned_apart(
                             step, self._number, self._drawn, repr(traced_for)
                         )
-                    self._compiled[signed] = self._planned(
-                        step, signature, traced_for, self._generators[number, kind]
+                    self._compiled[met] = self._planned(
+                        step, signature, traced_for, self._generators[number, self._way, trace]
                     )
-                    alike = sum(one == number for one, _ in self._compiled)
+                    alike = sum(found[:2] == met[:2] for found in self._compiled)
                     if traced_for is not None and alike == 2:
-                        self._warn_of_generators(self._compiled[signed])
-        return self._compiled[signed], values
+                        self._warn_of_generators(self._compiled[met])
+        return self._compiled[met], values
 
     def _planned(
         self,
@@ -338,13 +350,14 @@ class _Call:
       nest: the arguments and keyword arguments.
       leaves: of the nest, ``_TENSOR`` where there is a tensor.
       tensors: the tensors, or the specs that stand for them.
-      key: equal for calls that one plan serves.
+      key: equal for calls that one plan serves; kind: for those of tensors of any shape.
     """
 
     nest: tuple[Any, ...]
     leaves: list[Any]
     tensors: list[Any]
     key: Hashable
+    kind: Hashable
 
     @staticmethod
     def of(bound: inspect.BoundArguments, name: str) -> _Call:
@@ -357,6 +370,7 @@ class _Call:
         leaves: list[Any] = []
         tensors: list[Any] = []
         keys: list[Hashable] = [repr(tf.nest.map_structure(lambda leaf: None, nest))]
+        kinds = keys[:]
         for leaf in tf.nest.flatten(nest):
             if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)):
                 raise TraceError(
@@ -368,10 +382,12 @@ class _Call:
                 tensors.append(tensor)
                 leaves.append(_TENSOR)
                 keys.append((tuple(tensor.shape), tensor.dtype))
+                kinds.append(tensor.dtype)
             else:
                 leaves.append(leaf)
                 keys.append((type(leaf), leaf if isinstance(leaf, _CONSTANTS) else id(leaf)))
-        return _Call(nest, leaves, tensors, tuple(keys))
+                kinds.append(keys[-1])
+        return _Call(nest, leaves, tensors, tuple(keys), tuple(kinds))
 
     @property
     def specs(self) -> tuple[tf.TensorSpec, ...]:

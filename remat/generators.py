@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2, op_def_pb2, types_pb2
+from tensorflow.core.framework import function_pb2, graph_pb2, op_def_pb2, types_pb2
 from tensorflow.core.framework.node_def_pb2 import NodeDef
 from tensorflow.python.framework import op_def_registry
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
@@ -31,8 +31,8 @@ _FROM_VARIABLE = {
     "TruncatedNormal": "StatefulTruncatedNormal",
 }
 _DRAWN = "_remat_drawn"  # the attribute of a draw that says which operation draws
-_ASKED = 1 << 10  # draws that may be asked for before one is taken
 ASKING = ("QueueEnqueueV2", "IteratorGetNext")
+_ASKED = 1 << 10  # threads that draw at once
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,15 @@ class Kernel:
       asked: the queue of what it is to draw from.
       dataset: of what it has drawn.
       drawn: the handle of the iterator.
+      draw: asks and takes at once, so that nothing that fails comes between; a
+        function of the operation's inputs and the handles.
     """
 
     node: NodeDef
     asked: tf.queue.FIFOQueue
     dataset: tf.data.Dataset
     drawn: tf.Tensor
+    draw: function_pb2.FunctionDef
 
     @property
     def handles(self) -> tuple[tf.Tensor, tf.Tensor]:
@@ -66,13 +69,6 @@ def kernel_handles(generators: Generators) -> list[tf.Tensor]:
     """The handles of the kernels that plans share."""
     kernels = (one for one in generators.values() if isinstance(one, Kernel))
     return [handle for kernel in kernels for handle in kernel.handles]
-
-
-def forget_asked(generators: Generators) -> None:
-    """Empties the queues: a step that failed may have asked, and not taken what is drawn."""
-    for one in generators.values():
-        while isinstance(one, Kernel) and one.asked.size() > 0:
-            one.asked.dequeue()
 
 
 def keeps_state(type: str) -> bool:
@@ -111,11 +107,9 @@ def share(graph_def: graph_pb2.GraphDef, generators: Generators) -> list[tuple[s
             shared.draw_from_kernel(node, generator)
         else:
             shared.draw_from_variable(node, generator)
-    # What is added is in front, and what asks is where the operation was: numbers are drawn
-    # when they were, and so sums are added in the same order.
-    nodes = [*shared.added.node]
-    for node in graph_def.node:
-        nodes += [shared.asks[node.name], node] if node.name in shared.asks else [node]
+    # In front: numbers are drawn when they were, and so sums are added in the same order.
+    nodes = [*shared.added.node, *graph_def.node]
+    graph_def.library.function.extend(shared.added.library.function)
     del graph_def.node[:]
     graph_def.node.extend(nodes)
     return shared.captures
@@ -123,25 +117,32 @@ def share(graph_def: graph_pb2.GraphDef, generators: Generators) -> list[tuple[s
 
 def apart(
     captures: Sequence[tuple[int, tf.Tensor]], generators: Generators
-) -> tuple[tuple[tuple[int, tf.Tensor], ...], list[Kernel]]:
-    """What a run captures that is not to move the kernels that plans share.
+) -> tuple[tuple[tuple[int, tf.Tensor], ...], list[tf.Variable | Kernel]]:
+    """What a run captures that draws for itself, from the start.
 
     Returns:
-      The captures, and the kernels among them, to be kept for as long as these are used.
+      The captures, and the generators among them, to be kept for as long as these are used.
     """
-    kernels = [_kernel(one.node) for one in generators.values() if isinstance(one, Kernel)]
-    handles = (handle for kernel in kernels for handle in kernel.handles)
-    others = dict(zip(map(id, kernel_handles(generators)), handles, strict=True))
-    return tuple((at, others.get(id(handle), handle)) for at, handle in captures), kernels
+    own = [_anew(one) for one in generators.values()]
+    others = {
+        id(shared): mine
+        for one, another in zip(generators.values(), own, strict=True)
+        for shared, mine in zip(_handles(one), _handles(another), strict=True)
+    }
+    return tuple((at, others.get(id(handle), handle)) for at, handle in captures), own
+
+
+def is_draw(node: NodeDef) -> bool:
+    """Whether a node has an iterator's kernel draw."""
+    return _DRAWN in node.attr
 
 
 def shapes_drawn(draw: tf.Operation) -> list[tf.TensorShape]:
     """The shapes of what an iterator's kernel draws; none if the operation is no such draw."""
-    if not any(name == _DRAWN for name in draw.node_def.attr):
+    if not is_draw(draw.node_def):
         return []
-    (asks,) = (one for one in draw.control_inputs if one.name == f"{draw.name}/asks")
     with draw.graph.as_default(), tf.control_dependencies(None):
-        operation = _drawing(NodeDef.FromString(draw.get_attr(_DRAWN)), asks.inputs[1:])
+        operation = _drawing(NodeDef.FromString(draw.get_attr(_DRAWN)), draw.inputs[:-2])
     return [tensor.shape for tensor in operation.outputs]
 
 
@@ -150,13 +151,11 @@ class _Shared:
 
     Attributes:
       added: the nodes that are to be in front of the others.
-      asks: what asks the kernels, by the name of what then takes the numbers.
       captures: the handles, by the names of those of them that are arguments.
     """
 
     def __init__(self, graph_def: graph_pb2.GraphDef) -> None:
         self.added = graph_pb2.GraphDef()
-        self.asks: dict[str, NodeDef] = {}
         self.captures: list[tuple[str, tf.Tensor]] = []
         self._frames = frames(graph_def)
         constants = {node.name for node in graph_def.node if node.op == "Const"}
@@ -191,24 +190,24 @@ class _Shared:
         node.input.extend(reads)
 
     def draw_from_kernel(self, node: NodeDef, kernel: Kernel) -> None:
-        queue, iterator = (
+        handles = [
             self._inside(
                 self._argument(f"{node.name}/{name}", handle, node), types_pb2.DT_RESOURCE, node
             )
             for name, handle in zip(("asked", "drawn"), kernel.handles, strict=True)
-        )
-        asks = NodeDef(name=f"{node.name}/asks", op="QueueEnqueueV2", device=node.device)
-        self.asks[node.name] = asks
-        asks.input.extend([queue, *node.input])
+        ]
         read, given = _types(node)
-        asks.attr["Tcomponents"].list.type.extend(read)
-        node.op = "IteratorGetNext"
-        del node.input[:]
-        node.input.extend([iterator, f"^{asks.name}"])
+        values, waits = node.input[: len(read)], node.input[len(read) :]
+        reads = [*values, *handles, *waits]
+        node.op = "StatefulPartitionedCall"
         node.attr.clear()
-        node.attr["output_types"].list.type.extend(given)
-        node.attr["output_shapes"].list.shape.extend(tf.TensorShape(None).as_proto() for _ in given)
+        del node.input[:]
+        node.input.extend(reads)
+        node.attr["Tin"].list.type.extend([*read, *[types_pb2.DT_RESOURCE] * len(handles)])
+        node.attr["Tout"].list.type.extend(given)
+        node.attr["f"].func.name = kernel.draw.signature.name
         node.attr[_DRAWN].s = kernel.node.SerializeToString()
+        self.added.library.function.add().CopyFrom(kernel.draw)
 
     def _argument(self, name: str, handle: tf.Tensor, node: NodeDef) -> str:
         argument = self.added.node.add(name=name, op="_Arg", device=node.device)
@@ -258,6 +257,18 @@ def _generator(node: NodeDef) -> tf.Variable | Kernel:
     return _kernel(drawing)
 
 
+def _anew(generator: tf.Variable | Kernel) -> tf.Variable | Kernel:
+    """The same generator as it starts."""
+    if isinstance(generator, Kernel):
+        return _kernel(generator.node)
+    _, *key = generator.numpy()
+    return ResourceVariable([0, *key], dtype=tf.int64)
+
+
+def _handles(generator: tf.Variable | Kernel) -> tuple[tf.Tensor, ...]:
+    return generator.handles if isinstance(generator, Kernel) else (generator.handle,)
+
+
 def _kernel(node: NodeDef) -> Kernel:
     read, given = _types(node)
     asked = tf.queue.FIFOQueue(_ASKED, [tf.as_dtype(kind) for kind in read])
@@ -278,7 +289,21 @@ def _kernel(node: NodeDef) -> Kernel:
         output_types=[tf.as_dtype(kind) for kind in given], output_shapes=[None for _ in given]
     )
     tf.raw_ops.MakeIterator(dataset=tf.data.experimental.to_variant(dataset), iterator=drawn)
-    return Kernel(node, asked, dataset, drawn)
+
+    @tf.function(
+        input_signature=[tf.TensorSpec(None, kind) for kind in asked.dtypes], autograph=False
+    )
+    def ask(*inputs: tf.Tensor) -> list[tf.Tensor]:
+        with tf.control_dependencies([asked.enqueue(inputs)]):
+            return tf.raw_ops.IteratorGetNext(
+                iterator=drawn,
+                output_types=[tf.as_dtype(kind) for kind in given],
+                output_shapes=[None for _ in given],
+            )
+
+    found = ask.get_concrete_function()
+    assert [id(handle) for handle in found.captured_inputs] == [id(asked.queue_ref), id(drawn)]
+    return Kernel(node, asked, dataset, drawn, found.function_def)
 
 
 def _drawing(node: NodeDef, inputs: Sequence[tf.Tensor]) -> tf.Operation:

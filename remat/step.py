@@ -21,7 +21,7 @@ from tensorflow.python.eager import record as tape
 from . import allocator
 from .arena import Pool
 from .calibrate import Corrections, compare
-from .generators import ASKING, Generators, Kernel, apart, forget_asked, keeps_state, kernel_handles
+from .generators import ASKING, Generators, apart, keeps_state, kernel_handles
 from .loops import LOOPS
 from .lower import held_constants, lower
 from .measure import measure
@@ -170,7 +170,8 @@ class CompiledStep:
         self._laid: allocator.Laid | None = None
         self._settled_bytes: int | None = None  # in use when a step starts
         self._layouts = 1
-        self._unplaced: Callable[..., list[tf.Tensor]] | None = None
+        self._unplaced: tuple[Prepared, Planned, Callable[..., list[tf.Tensor]]] | None = None
+        self._kept: list[Any] = []  # generators of calls inside other functions
         self._unfed: Unfed | None = None
         say = ProgressLine(options.verbose)
         with say, _garbage_kept():
@@ -243,6 +244,11 @@ class CompiledStep:
     def _settling(self) -> int:
         """First runs whose peaks are measured: later ones take as much."""
         return _SETTLING if self.prepared.pool.quiet else _UNPLACED_SETTLING
+
+    @property
+    def shares_generators(self) -> bool:
+        """Whether it draws from generators that it has in common with other plans."""
+        return bool(self._generators)
 
     @property
     def plan(self) -> StepPlan:
@@ -319,7 +325,7 @@ class CompiledStep:
         self._keep_layout()
         with _MEASURING, _variables_put_back(program):
             self._settled_bytes = None
-            (lowered, _kernels), (timed, _others) = self._apart(), self._apart(timed=True)
+            (lowered, _own), (timed, _others) = self._apart(), self._apart(timed=True)
             found = measure(
                 lambda: lowered(*inputs),
                 lambda: timed(*inputs),
@@ -343,11 +349,7 @@ class CompiledStep:
                         self._ran = True
                         return self._run(*flat)
                 self._drifted()
-        except tf.errors.OpError as error:
-            if not tf.inside_function():
-                forget_asked(self._generators or {})
-            if not isinstance(error, tf.errors.ResourceExhaustedError):
-                raise
+        except tf.errors.ResourceExhaustedError as error:
             raise tf.errors.ResourceExhaustedError(
                 error.node_def,
                 error.op,
@@ -356,15 +358,28 @@ class CompiledStep:
 
     def _inside(self) -> Callable[..., list[tf.Tensor]]:
         """What runs inside another ``tf.function``, which may allocate anything
-        beside the step: planned again, without places for tensors."""
-        if not self.prepared.pool.quiet:
-            return self._run
-        if self._unplaced is None:
-            with tf.init_scope(), ProgressLine(self.options.verbose) as say:
-                prepared = replace(self.prepared, pool=replace(self.prepared.pool, quiet=False))
-                planned = self._solve(None, say, self.plan.schedule, prepared)
-                self._unplaced = lower(prepared.program, planned.events, constants=self._constants)
-        return self._unplaced
+        beside the step: planned again, without places for tensors.
+
+        TensorFlow puts a step that is called there in place of the call, which so has
+        generators of its own.  What replicas call there once for each shape has not.
+        """
+        prepared, planned, lowered = self.prepared, self.planned, self._run
+        with tf.init_scope():
+            if prepared.pool.quiet:
+                if self._unplaced is None:
+                    with ProgressLine(self.options.verbose) as say:
+                        prepared = replace(prepared, pool=replace(prepared.pool, quiet=False))
+                        planned = self._solve(None, say, self.plan.schedule, prepared)
+                        program = prepared.program
+                        lowered = lower(program, planned.events, constants=self._constants)
+                        self._unplaced = prepared, planned, lowered
+                prepared, planned, lowered = self._unplaced
+            if not self._generators or tf.distribute.get_strategy().num_replicas_in_sync > 1:
+                return lowered
+            captures, own = apart(prepared.program.captures, self._generators)
+            self._kept += own
+            program = replace(prepared.program, captures=captures)
+            return lower(program, planned.events, planned.fillers, self._constants)
 
     def _warn_above_budget(self, before: int, peak: int) -> None:
         """Says, once, that a later step raised the peak above the budget."""
@@ -498,7 +513,7 @@ class CompiledStep:
         program = self.prepared.program
         # Almost no step draws so that running it moves more than its variables.
         moves = kernel_handles(self._generators or {}) or draws(program)
-        step, _kernels = self._apart() if moves else (self._run, [])
+        step, _generators = self._apart() if moves else (self._run, [])
         peak = 0
         recorded: list[Allocation] = []
         results: list[tf.Tensor] | None = []
@@ -541,7 +556,7 @@ class CompiledStep:
         program, planned = self.prepared.program, self.planned
         return lower(program, planned.events, planned.fillers, self._constants)
 
-    def _apart(self, *, timed: bool = False) -> tuple[Callable[..., list[tf.Tensor]], list[Kernel]]:
+    def _apart(self, *, timed: bool = False) -> tuple[Callable[..., list[tf.Tensor]], list[Any]]:
         """The step, to be run without moving the generators of the training.
 
         Returns:

@@ -33,7 +33,7 @@ from tensorflow.python.framework import function_def_to_graph, kernels, smart_co
 from . import conditionals, inline, loops
 from .allocator import UNWRITTEN
 from .executor import ONE_BY_ONE, execution_order
-from .generators import Generators, shapes_drawn, share
+from .generators import Generators, is_draw, shapes_drawn, share
 from .pieces import CALLS, SHAPES, UnknownFormError, name_of
 
 _ARGUMENT, _RESULT = "_Arg", "_Retval"  # operations of a function's graph
@@ -218,6 +218,8 @@ def _results(
 ) -> list[tf.TensorShape]:
     """Shapes of an operation's results, if those are what functions say."""
     kind, inputs = operation.type, operation.inputs
+    if is_draw(operation.node_def):
+        return shapes_drawn(operation)
     if kind in CALLS and _static(inputs):
         return [tensor.shape for tensor in _returned(operation.get_attr("f"), inputs, library)]
     if kind in conditionals.CONDITIONALS and _static(inputs):
@@ -226,8 +228,6 @@ def _results(
             for branch in conditionals.branches(operation)
         ]
         return branches[0] if all(shapes == branches[0] for shapes in branches) else []
-    if kind == "IteratorGetNext":
-        return shapes_drawn(operation)
     if kind == "LookupTableFindV2" and _static(inputs[1:]):
         _, keys, default = inputs
         return [keys.shape.concatenate(default.shape)]

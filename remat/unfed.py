@@ -17,6 +17,7 @@ from tensorflow.core.framework import graph_pb2
 from tensorflow.core.framework.function_pb2 import FunctionDef
 
 from .allocator import UNWRITTEN
+from .generators import is_draw
 from .lower import as_written, register
 from .pieces import acts, as_function, parted, readers
 
@@ -50,7 +51,7 @@ class Unfed:
 def unfed(graph_def: graph_pb2.GraphDef, arguments: Sequence[str]) -> Unfed:
     """Finds the effects of a step that wait for none of its arguments.
 
-    Those inside functions that it calls are left out.
+    Those inside functions that it calls are left out, but for draws (``generators``).
 
     Args:
       graph_def: the step as it would run, optimised and in pieces.
@@ -86,7 +87,10 @@ def unfed(graph_def: graph_pb2.GraphDef, arguments: Sequence[str]) -> Unfed:
             for node in nodes.values()
             if node.name not in places
             and acts(node, graph_def)
-            and not any(value.func.name in functions for value in node.attr.values())
+            and (
+                is_draw(node)
+                or not any(value.func.name in functions for value in node.attr.values())
+            )
             and node.op not in functions
         ],
         device="",

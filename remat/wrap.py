@@ -197,7 +197,7 @@ class _TrainFunction:
     def __init__(self, model: _Budgeted) -> None:
         self._model = model
         self._signatures: defaultdict[str, _Signatures] = defaultdict(_Signatures)
-        self._step: Callable[[Any, Signature | None], Any]
+        self._step: Callable[[Any, Signature | None, str], Any]
         if model.distribute_strategy.num_replicas_in_sync > 1:
             self._step = ReplicatedStep(model, model.remat.start)
         else:
@@ -206,28 +206,42 @@ class _TrainFunction:
         self._traced: list[Any] | None = None
         self._latest: CompiledStep | None = None
 
-    def _planned(self, function: Function, batch: Any, traced_for: Signature | None) -> Any:
-        self._latest, tensors = function.traced_for(traced_for).find((batch,), {})
+    def _planned(
+        self, function: Function, batch: Any, traced_for: Signature | None, way: str
+    ) -> Any:
+        self._latest, tensors = function.traced_for(traced_for, way).find((batch,), {})
         return self._latest(*tensors)
 
     def __call__(self, iterator: Iterator[Any]) -> Any:
         logs = None
-        for batch in itertools.islice(iterator, self._model.steps_per_execution):
+        # Keras's fit takes batches in a function of its own, train_on_batch does not.
+        way = "fit" if hasattr(iterator, "element_spec") else "batch"
+        for batch in self._batches(iterator):
             batch = tf.nest.map_structure(_none_if_optional, batch)
             met = getattr(iterator, "element_spec", batch)
             known = self._signatures[_structure(met)]
             before = len(self._model.remat.steps)
-            logs = self._step(batch, known.traced_for(_specs(met)))
+            logs = self._step(batch, known.traced_for(_specs(met)), way)
             if any(step.interrupted for step in self._model.remat.steps[before:]):
                 raise KeyboardInterrupt  # planning kept the best so far, and the signal to itself
             if self._traced is None:  # now that everything is built
                 self._traced = _traced(self._model)
         if logs is None:
-            if self._latest is not None and self._model.steps_per_execution == 1:
-                # Keras's graph has taken no batch, but has the effects that wait for none.
-                self._latest.run_unfed()
+            self._run_unfed()
             raise StopIteration
         return logs
+
+    def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        try:
+            yield from itertools.islice(iterator, self._model.steps_per_execution)
+        except tf.errors.OpError:  # the pipeline failed
+            self._run_unfed()
+            raise
+
+    def _run_unfed(self) -> None:
+        """Keras's graph has taken no batch, but has the effects that wait for none."""
+        if self._latest is not None and self._model.steps_per_execution == 1:
+            self._latest.run_unfed()
 
     @property
     def fresh(self) -> bool:
