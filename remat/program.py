@@ -17,10 +17,10 @@ from functools import cached_property
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
-from tensorflow.python.framework import function_def_to_graph, op_def_registry, tensor_util
+from tensorflow.python.framework import op_def_registry, tensor_util
 
 from .loops import LOOPS
-from .trace import Trace, TraceError
+from .trace import Trace, TraceError, function_graph, imported
 
 Tensor = tuple[int, int]  # (operation, output)
 
@@ -622,13 +622,19 @@ def _kept(
     name = loop.get_attr("body").name
     (definition,) = (function for function in library.function if function.signature.name == name)
     inputs = [tensor.shape for tensor in loop.inputs]
-    body = function_def_to_graph.function_def_to_graph(definition, input_shapes=inputs)
+    graph_def, names = function_graph(definition, inputs, library.function)
+    body, signature = imported(graph_def), definition.signature
+    arguments = [body.get_tensor_by_name(f"{argument.name}:0") for argument in signature.input_arg]
+    results = [
+        body.get_tensor_by_name(names[definition.ret[result.name]])
+        for result in signature.output_arg
+    ]
     returned = {
-        argument.name: _source(t) for argument, t in zip(body.inputs, body.outputs, strict=True)
+        argument.name: _source(result) for argument, result in zip(arguments, results, strict=True)
     }
-    passed = [n for n, argument in enumerate(body.inputs) if returned[argument.name] is argument]
+    passed = [n for n, argument in enumerate(arguments) if returned[argument.name] is argument]
     found: dict[str, _Stack] = {}
-    for number, (before, after) in enumerate(zip(loop.inputs, body.outputs, strict=True)):
+    for number, (before, after) in enumerate(zip(loop.inputs, results, strict=True)):
         after = _source(after)
         if before.op.type not in _LISTS or after.op.type not in _LIST_WRITES:
             continue

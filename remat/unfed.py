@@ -30,16 +30,18 @@ class Unfed:
     """The effects of a step that wait for none of its arguments.
 
     Attributes:
-      function: has them.
+      function: has them; called: what it calls.
       captures: what it takes: names of nodes of the step.
     """
 
     function: FunctionDef
+    called: tuple[FunctionDef, ...]
     captures: tuple[str, ...]
 
     def run(self, values: Mapping[str, tf.Tensor]) -> None:
         """Has the effects, given the captures."""
-        register(self.function)
+        for function in (*self.called, self.function):
+            register(function)
         tf.raw_ops.StatefulPartitionedCall(
             args=[values[capture] for capture in self.captures],
             Tout=[],
@@ -96,4 +98,6 @@ def unfed(graph_def: graph_pb2.GraphDef, arguments: Sequence[str]) -> Unfed:
         device="",
     )
     function.attr["_noinline"].b = True  # or the effects in loops and branches would have to end
-    return Unfed(function, tuple(places))
+    names = {node.attr["f"].func.name for node in function.node_def if is_draw(node)}
+    called = [f for f in graph_def.library.function if f.signature.name in names]
+    return Unfed(function, tuple(called), tuple(places))
