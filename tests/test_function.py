@@ -745,3 +745,38 @@ answer(done=done)
         {},
     )
     assert found["done"] == [100, 100]
+
+
+def test_loops_whose_values_change_their_shapes_are_refused_where_sizes_are_open() -> None:
+    found = run(
+        """
+shapes = (tf.TensorShape([]), tf.TensorShape([None, 4]))
+turns = {
+    "grow": lambda i, h: (i + 1, tf.concat([h, h[:1]], 0)),
+    "shrink": lambda i, h: (i + 1, tf.boolean_mask(h, h[:, 0] > 0)),
+    "stay": lambda i, h: (i + 1, tf.tanh(h)),
+}
+
+def told(turn):
+    w = tf.Variable(tf.ones((4,)))
+    def step(x):
+        with tf.GradientTape() as tape:
+            y = tf.while_loop(lambda i, h: i < 2, turn, (0, x * w), shapes)[1]
+            loss = tf.reduce_mean(y * y)
+        w.assign_sub(tape.gradient(loss, w))
+        return loss
+    wrap = remat.function(
+        budget="64MiB", profile={}, check=False, input_signature=[tf.TensorSpec((None, 4))]
+    )
+    try:
+        wrap(step)(tf.ones((3, 4)))
+    except remat.TraceError as error:
+        return str(error)
+
+answer(**{name: told(turn) for name, turn in turns.items()})
+""",
+        {},
+    )
+    assert found["stay"] is None
+    assert "(3, 4) before a turn of the loop and (4, 4)" in found["grow"]
+    assert "(3, 4) before a turn of the loop and (None, 4)" in found["shrink"]
