@@ -379,8 +379,9 @@ def test_what_functions_hold_while_they_run_is_predicted(kind: str, check: bool)
     """An update in a branch that is taken every third step; the turns of a loop; by the
     model alone, and corrected by a trial.
 
-    What turns hold at once depends on how the threads fall out: a trial's own peak is up to
-    3 % from that of another run, and what it corrects is the most that it has seen.
+    What operations of a turn or a branch hold at once depends on how the threads fall out: of
+    ten runs one takes 4 % more than the others, and a trial corrects to the most that it has
+    seen.
     """
     found = run(
         f"""
@@ -404,4 +405,4 @@ answer(predicted=step.plan.peak, peaks=peaks)
 """,
         COUNTED,
     )
-    assert max(found["peaks"]) == pytest.approx(found["predicted"], rel=0.04)
+    assert max(found["peaks"]) == pytest.approx(found["predicted"], rel=0.06)
