@@ -15,7 +15,7 @@ from .loops import LOOPS
 from .memory import creation_events, requests
 from .pieces import CALLS
 from .program import Program, Tensor, build
-from .trace import Trace, TraceError, function_graph, imported, variable_node
+from .trace import Trace, TraceError, function_graph, imported, loop_bodies, variable_node
 
 
 def held_inside(program: Program) -> dict[int, int]:
@@ -75,9 +75,11 @@ def _traced(program: Program, given: tuple[Tensor, ...], function: FunctionDef) 
             spec = program.variables[given[arguments.index(node.name)][0]]
             shape = spec.shape.as_proto()
             node.CopyFrom(variable_node(node.name, spec.dtype.as_datatype_enum, shape))
+    graph = imported(graph_def)
     return Trace(
         graph_def=graph_def,
-        graph=imported(graph_def),
+        graph=graph,
+        bodies=loop_bodies(graph, graph_def),
         inputs=tuple(name for name in arguments if name not in captured),
         captures=tuple(captured.items()),
         outputs=tuple(

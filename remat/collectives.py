@@ -59,15 +59,14 @@ def planned_apart(
     """
 
     def one_replica(*arguments: Any) -> Any:
-        graph = tf.compat.v1.get_default_graph()
-        if graph.seed is None:
-            with _meetings(number):
-                return step(*arguments)
-        for _ in range(_place() * drawn.get(key, 0)):
-            _number_of_next()
+        numbered = tf.compat.v1.get_default_graph().seed is not None
+        if numbered:
+            for _ in range(_place() * drawn.get(key, 0)):
+                _number_of_next()
         with _meetings(number):
             results = step(*arguments)
-        drawn.setdefault(key, _number_of_next())
+        if numbered:
+            drawn.setdefault(key, _number_of_next())
         return results
 
     return one_replica

@@ -255,13 +255,9 @@ class Function:
                     "tf.function: call it, or compiled(...) on specs, before"
                 )
             with self._lock:  # a second thread with this signature waits for the plan
-                others = [
-                    step
-                    for (replica_number, _, other), step in self._compiled.items()
-                    if (replica_number, other) == (number, key) and not step.shares_generators
-                ]
-                if others:
-                    self._compiled.setdefault(met, others[0])
+                for (place, _, other), planned in tuple(self._compiled.items()):
+                    if (place, other) == (number, key) and not planned.shares_generators:
+                        self._compiled.setdefault(met, planned)  # one plan for every way
                 if met not in self._compiled:
                     if replica is not None and replica.num_replicas_in_sync > 1:
                         step = collectives.planned_apart(

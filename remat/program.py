@@ -16,11 +16,11 @@ from functools import cached_property
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
+from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.python.framework import op_def_registry, tensor_util
 
 from .loops import LOOPS
-from .trace import Trace, TraceError, function_graph, imported
+from .trace import Body, Trace, TraceError
 
 Tensor = tuple[int, int]  # (operation, output)
 
@@ -436,7 +436,7 @@ def build(trace: Trace, *, fold: bool = True) -> Program:
         if operation.type in LOOPS:
             for number, tensor in enumerate(operation.inputs):
                 listed[len(ops), number] = listed.get(values[tensor.name], 0)
-            stacks, passed = _kept(operation, trace.graph_def.library)
+            stacks, passed = _kept(operation, trace.bodies[operation.name])
             for number in passed:
                 sizes[number] = 0
             for stack in stacks:
@@ -610,31 +610,20 @@ class _Stack:
     held: bool
 
 
-def _kept(
-    loop: tf.Operation, library: function_pb2.FunctionDefLibrary
-) -> tuple[list[_Stack], tuple[int, ...]]:
+def _kept(loop: tf.Operation, body: Body) -> tuple[list[_Stack], tuple[int, ...]]:
     """What of a loop's outputs is not simply the last turn's.
 
     Returns:
       The stacks, where the length of a list and the shape of what goes in are
       known; and the numbers of the outputs that no turn changes.
     """
-    name = loop.get_attr("body").name
-    (definition,) = (function for function in library.function if function.signature.name == name)
-    inputs = [tensor.shape for tensor in loop.inputs]
-    graph_def, names = function_graph(definition, inputs, library.function)
-    body, signature = imported(graph_def), definition.signature
-    arguments = [body.get_tensor_by_name(f"{argument.name}:0") for argument in signature.input_arg]
-    results = [
-        body.get_tensor_by_name(names[definition.ret[result.name]])
-        for result in signature.output_arg
-    ]
     returned = {
-        argument.name: _source(result) for argument, result in zip(arguments, results, strict=True)
+        argument.name: _source(result)
+        for argument, result in zip(body.arguments, body.results, strict=True)
     }
-    passed = [n for n, argument in enumerate(arguments) if returned[argument.name] is argument]
+    passed = [n for n, argument in enumerate(body.arguments) if returned[argument.name] is argument]
     found: dict[str, _Stack] = {}
-    for number, (before, after) in enumerate(zip(loop.inputs, results, strict=True)):
+    for number, (before, after) in enumerate(zip(loop.inputs, body.results, strict=True)):
         after = _source(after)
         if before.op.type not in _LISTS or after.op.type not in _LIST_WRITES:
             continue

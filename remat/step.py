@@ -141,7 +141,7 @@ class CompiledStep:
         *,
         autograph: bool = False,
         traced_for: Sequence[Any] | None = None,
-        generators: Generators | None = None,
+        generators: Generators,
         at_least: int = 0,
     ) -> None:
         """Plans a step.
@@ -325,7 +325,8 @@ class CompiledStep:
         self._keep_layout()
         with _MEASURING, _variables_put_back(program):
             self._settled_bytes = None
-            (lowered, _own), (timed, _others) = self._apart(), self._apart(timed=True)
+            lowered, _own = self._apart(program, self.planned)
+            timed, _other = self._apart(program, self.planned, timed=True)
             found = measure(
                 lambda: lowered(*inputs),
                 lambda: timed(*inputs),
@@ -376,10 +377,9 @@ class CompiledStep:
                 prepared, planned, lowered = self._unplaced
             if not self._generators or tf.distribute.get_strategy().num_replicas_in_sync > 1:
                 return lowered
-            captures, own = apart(prepared.program.captures, self._generators)
+            lowered, own = self._apart(prepared.program, planned)
             self._kept += own
-            program = replace(prepared.program, captures=captures)
-            return lower(program, planned.events, planned.fillers, self._constants)
+            return lowered
 
     def _warn_above_budget(self, before: int, peak: int) -> None:
         """Says, once, that a later step raised the peak above the budget."""
@@ -512,8 +512,8 @@ class CompiledStep:
         """
         program = self.prepared.program
         # Almost no step draws so that running it moves more than its variables.
-        moves = kernel_handles(self._generators or {}) or draws(program)
-        step, _generators = self._apart() if moves else (self._run, [])
+        moves = kernel_handles(self._generators) or draws(program)
+        step, _own = self._apart(program, self.planned) if moves else (self._run, [])
         peak = 0
         recorded: list[Allocation] = []
         results: list[tf.Tensor] | None = []
@@ -556,23 +556,22 @@ class CompiledStep:
         program, planned = self.prepared.program, self.planned
         return lower(program, planned.events, planned.fillers, self._constants)
 
-    def _apart(self, *, timed: bool = False) -> tuple[Callable[..., list[tf.Tensor]], list[Any]]:
-        """The step, to be run without moving the generators of the training.
+    def _apart(
+        self, program: Program, planned: Planned, *, timed: bool = False
+    ) -> tuple[Callable[..., list[tf.Tensor]], list[Any]]:
+        """A plan of the step, to be run without moving the generators of the training.
 
         Returns:
           The function, and what is to be kept for as long as it is run.
         """
-        program, planned = self.prepared.program, self.planned
-        captures, kernels = apart(program.captures, self._generators or {})
+        captures, own = apart(program.captures, self._generators)
         program = replace(program, captures=captures)
-        return lower(
-            program, planned.events, planned.fillers, self._constants, timed=timed
-        ), kernels
+        return lower(program, planned.events, planned.fillers, self._constants, timed=timed), own
 
     def _reversible(self) -> bool:
         """Whether a run can be undone by putting the variables back."""
         program = self.prepared.program
-        kernels = {id(handle) for handle in kernel_handles(self._generators or {})}
+        kernels = {id(handle) for handle in kernel_handles(self._generators)}
         for index, external in program.captures:
             of_something = external.dtype in (tf.resource, tf.variant)
             if of_something and index not in program.variables and id(external) not in kernels:

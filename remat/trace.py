@@ -48,6 +48,20 @@ class TraceError(ValueError):
 
 
 @dataclass(frozen=True)
+class Body:
+    """The operations of a function, with the shapes that they have in one call.
+
+    Attributes:
+      graph: the operations.
+      arguments, results: tensors of it.
+    """
+
+    graph: tf.Graph
+    arguments: list[tf.Tensor]
+    results: list[tf.Tensor]
+
+
+@dataclass(frozen=True)
 class Trace:
     """A traced step.
 
@@ -56,6 +70,7 @@ class Trace:
         captured variables ``VarHandleOp`` nodes (so that their shapes are
         known to anyone who reads the graph).
       graph: the same graph imported, for shapes, dtypes and op definitions.
+      bodies: of its loops, by the loops' names.
       inputs: node names of the step's arguments, in flattened order.
       captures: what the step captured: (node name, external tensor).
       outputs: tensor names of the flattened results.
@@ -68,6 +83,7 @@ class Trace:
 
     graph_def: graph_pb2.GraphDef
     graph: tf.Graph
+    bodies: Mapping[str, Body]
     inputs: tuple[str, ...]
     captures: tuple[tuple[str, tf.Tensor], ...]
     outputs: tuple[str, ...]
@@ -136,11 +152,13 @@ def trace(
     loops.one_turn_at_a_time(optimised)
     _rename_functions(optimised)
     graph = imported(optimised)
-    _check_loops(graph, optimised)
+    bodies = loop_bodies(graph, optimised)
+    _check_loops(graph, bodies)
 
     return Trace(
         graph_def=optimised,
         graph=graph,
+        bodies=bodies,
         inputs=tuple(inputs[:arguments]),
         captures=(
             *(
@@ -184,7 +202,17 @@ def imported(graph_def: graph_pb2.GraphDef) -> tf.Graph:
             return graph
 
 
-def _check_loops(graph: tf.Graph, graph_def: graph_pb2.GraphDef) -> None:
+def loop_bodies(graph: tf.Graph, graph_def: graph_pb2.GraphDef) -> dict[str, Body]:
+    """The bodies of the loops of a graph, by the loops' names."""
+    library = {function.signature.name: function for function in graph_def.library.function}
+    return {
+        loop.name: _body(loop.get_attr("body"), loop.inputs, library)
+        for loop in graph.get_operations()
+        if loop.type in loops.LOOPS
+    }
+
+
+def _check_loops(graph: tf.Graph, bodies: Mapping[str, Body]) -> None:
     """Checks that what goes into a turn of a loop and what comes out have the same shapes.
 
     While sizes are open, a value that grows has the same shape as one that does not.
@@ -194,14 +222,11 @@ def _check_loops(graph: tf.Graph, graph_def: graph_pb2.GraphDef) -> None:
     Raises:
       TraceError: naming a value of another shape.
     """
-    library = {function.signature.name: function for function in graph_def.library.function}
-    for loop in graph.get_operations():
-        if loop.type not in loops.LOOPS:
-            continue
-        body = loop.get_attr("body")
-        counts = any(node.op.startswith(_COUNTING) for node in library[body.name].node_def)
-        after = _returned(body, loop.inputs, library)
-        for before, result, returned in zip(loop.inputs, loop.outputs, after, strict=True):
+    for name, body in bodies.items():
+        loop = graph.get_operation_by_name(name)
+        operations = body.graph.get_operations()
+        counts = any(operation.type.startswith(_COUNTING) for operation in operations)
+        for before, result, returned in zip(loop.inputs, loop.outputs, body.results, strict=True):
             if before.dtype in (tf.resource, tf.variant):
                 continue
             unknown = counts and not returned.shape.is_fully_defined()
@@ -270,12 +295,25 @@ def _returned(
     library: Mapping[str, function_pb2.FunctionDef],
 ) -> list[tf.Tensor]:
     """What a function returns, with the shapes that it has for some arguments."""
+    return _body(called, arguments, library).results
+
+
+def _body(
+    called: attr_value_pb2.NameAttrList,
+    arguments: Sequence[tf.Tensor],
+    library: Mapping[str, function_pb2.FunctionDef],
+) -> Body:
+    """A function's operations, with the shapes that they have for some arguments."""
     function = library[called.name]
     shapes = [tensor.shape for tensor in arguments]
     graph_def, names = function_graph(function, shapes, library.values())
     graph = imported(graph_def)
     results = [function.ret[result.name] for result in function.signature.output_arg]
-    return [graph.get_tensor_by_name(names[result]) for result in results]
+    return Body(
+        graph,
+        [graph.get_tensor_by_name(f"{one.name}:0") for one in function.signature.input_arg],
+        [graph.get_tensor_by_name(names[result]) for result in results],
+    )
 
 
 def function_graph(

@@ -380,8 +380,8 @@ def test_what_functions_hold_while_they_run_is_predicted(kind: str, check: bool)
     model alone, and corrected by a trial.
 
     What operations of a turn or a branch hold at once depends on how the threads fall out: of
-    ten runs one takes 4 % more than the others, and a trial corrects to the most that it has
-    seen.
+    ten runs two took 4 % more than the others in the branch, where two operations overlapped,
+    and a trial corrects to the most that it has seen.
     """
     found = run(
         f"""
@@ -405,4 +405,6 @@ answer(predicted=step.plan.peak, peaks=peaks)
 """,
         COUNTED,
     )
-    assert max(found["peaks"]) == pytest.approx(found["predicted"], rel=0.06)
+    assert max(found["peaks"]) == pytest.approx(
+        found["predicted"], rel=0.06 if kind == "branch" else 0.04
+    )
