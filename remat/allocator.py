@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ import psutil
 import tensorflow as tf
 from tensorflow.python.eager import context, execute
 
-from .arena import ALIGNMENT, LEAST_AREA, Layout, Pool, aligned, is_split, slots_end
+from .arena import ALIGNMENT, GRAIN, LEAST_AREA, Layout, Pool, aligned, is_split, slots_end
 from .device import cpu_is_pooled, default_device
 
 UNWRITTEN = "_ParallelConcatStart"
@@ -29,6 +29,7 @@ UNWRITTEN = "_ParallelConcatStart"
 _SMALLEST_CLAIM = 1 << 20  # bytes
 # Of what is free, until it is not in one piece; a chunk that is little larger is had whole.
 _SHARES = (0.4, 0.6, 0.8, 0.9, 0.97)
+_ELSEWHERE = 3  # chunks in turn outside the slots: there are no more in these
 _TIGHT = 1.02  # times the budget: a limit up to this leaves the pool no room
 _GPU_SHARE = 0.92  # of a GPU's memory that TensorFlow takes at most, by default
 
@@ -187,7 +188,13 @@ def is_tight(device: Device, budget: int) -> bool:
     return device.limit is not None and device.limit <= budget * _TIGHT
 
 
-def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid | None:
+def lay_out(
+    device: Device,
+    block: Block,
+    pool: Pool,
+    budget: int,
+    move: Callable[[], object] = lambda: None,
+) -> Laid | None:
     """Divides a block into slots and an area (see ``Layout``).
 
     A block that another step's layout is in is divided anew: ``is_in_force``
@@ -198,14 +205,109 @@ def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid | Non
       block: what is claimed.
       pool: for the slots.
       budget: bytes, everything included.
+      move: moves what a step moves anyway, into the slots: where it lies between two
+        holes, these would become one later.
 
     Returns:
       The layout; None if it would leave too little of the budget in one piece
       (``LEAST_AREA``).
     """
+    in_use = bytes_in_use(device)
+    block, others = _free_chunks(device, block, budget)
+    sizes = pool.slots
+    end = slots_end(sizes)
+    cuts = _made_uneven(device, others, sizes)
+    in_use += len(cuts) * ALIGNMENT
+    left = budget - in_use
+    block, walls = _into_hole(device, block, others, left)
+    walls += cuts
+    area = min(block.bytes, left - sum(_usable(others, left))) - end
+    beyond = block.bytes - end - area
+    if area < LEAST_AREA * left:
+        return None
+    if beyond >= _SMALLEST_CLAIM:  # else not worth a wall, or there is no room for one
+        area -= ALIGNMENT
+    slots = []
+    for size in sizes:
+        slots.append(_chunk(device, size)[0])
+        walls.append(_chunk(device, ALIGNMENT)[0])
+    if beyond >= _SMALLEST_CLAIM:
+        # What comes after the area is not to be merged with it.
+        rest = area
+        while rest > 0:
+            whole = is_split(rest + beyond, rest)
+            slots.append(_chunk(device, rest if whole else aligned((rest + beyond) // 4))[0])
+            rest -= slots[-1].shape[0] * 4
+        walls.append(_chunk(device, ALIGNMENT)[0])
+    slots = [slot for slot in slots if slot.shape[0] * 4 >= GRAIN]
+    move()  # while everything else is taken
+    del slots
+    others.clear()
+    return renewed(device, Laid(Layout(in_use, (), sizes, area), block, walls), budget)
+
+
+def renewed(device: Device, laid: Laid, budget: int) -> Laid | None:
+    """The same slots, with what is free beside them by now.
+
+    Args:
+      device: whose allocator.
+      laid: the layout in force.
+      budget: bytes, everything included.
+
+    Returns:
+      The layout; None if too little is left of the budget in one piece (``LEAST_AREA``).
+    """
+    layout = laid.layout
+    known = max((layout.area, *layout.before, *layout.after))
+    largest: Block | None = None
+    for share in _SHARES:
+        try:
+            tensor, size = _chunk(device, int(share * known))
+        except tf.errors.ResourceExhaustedError:
+            break  # after a wait of ten seconds for someone to free memory
+        if largest is None or size > largest.bytes:
+            largest = Block(address(tensor), size)
+        del tensor
+    if largest is None:
+        return None
+    largest, holes = _free_chunks(device, largest, budget)
+    slots = range(laid.block.address, laid.block.address + layout.slots_end)
+    taken = [tensor for tensor, _ in holes if address(tensor) in slots]
+    holes = [(tensor, chunk) for tensor, chunk in holes if address(tensor) not in slots]
+    if largest.address in slots:
+        return None
+    # All of the slots is in use now.
+    in_use = bytes_in_use(device) - sum(chunk for _, chunk in holes) - layout.slots_end
+    cuts = _made_uneven(device, holes, layout.slots)
+    del taken
+    in_use += len(cuts) * ALIGNMENT
+    left = budget - in_use
+    free = sorted([*((address(t), chunk) for t, chunk in holes), (largest.address, largest.bytes)])
+    end = laid.block.address + laid.block.bytes
+    within = [chunk for at, chunk in free if slots.stop <= at < end]
+    area = max(within, key=lambda chunk: min(chunk, left), default=0)
+    if min(area, left) < LEAST_AREA * left:
+        return None
+    within.remove(area)
+    lower = [chunk for at, chunk in free if at < slots.start]
+    higher = [chunk for at, chunk in free if at >= end]
+    if area + layout.slots_end + sum(c for c in (*lower, *higher) if c <= left) < left:
+        higher, within = within + higher, []
+    layout = Layout(in_use, tuple(lower), layout.slots, area, tuple(within), tuple(higher))
+    laid.walls.extend(cuts)  # the same list, which is emptied when all of it is divided anew
+    _laid[device.name] = Laid(layout, laid.block, laid.walls)
+    return _laid[device.name]
+
+
+def _free_chunks(
+    device: Device, block: Block, budget: int
+) -> tuple[Block, list[tuple[tf.Tensor, int]]]:
+    """What is free of a block in one piece, and all smaller chunks, taken.
+
+    What is larger than the block stays behind it, but for one hole that it may lie in.
+    """
     # Free chunks are found by taking them: an allocation goes to the smallest one
     # that can hold it, and takes all of it below twice the request.
-    in_use = bytes_in_use(device)
     others: list[tuple[tf.Tensor, int]] = []
     # Something small may have been left in the block since it was claimed.
     tensor, size = _chunk(device, block.bytes - block.bytes // 64)
@@ -220,8 +322,7 @@ def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid | Non
             del found
     block = Block(address(tensor), size)
     del tensor
-    # Each size is more than half of all that are left; what is larger than the block
-    # stays behind it.
+    # Each size is more than half of all that are left.
     size = aligned(block.bytes // 2 + 1)
     while size > 0:
         tensor, chunk = _chunk(device, size)
@@ -233,53 +334,22 @@ def lay_out(device: Device, block: Block, pool: Pool, budget: int) -> Laid | Non
     rest = 0 if device.limit is None else device.limit - bytes_in_use(device)
     if is_tight(device, budget) and rest - block.bytes > block.bytes:
         # Variables have left a hole that is larger than what was to be claimed.
+        part = (rest - block.bytes) * 63 // 64
         try:
-            tensor, chunk = _chunk(device, (rest - block.bytes) * 63 // 64)
+            tensor, chunk = _chunk(device, part)
+            itself = Block(address(tensor), chunk) == block
+            if itself:  # it is nearly as large
+                others.append((tensor, chunk))
+                tensor, chunk = _chunk(device, part)
         except tf.errors.ResourceExhaustedError:
-            pass  # several holes: they are used, and not counted on
+            # Several holes: they are used, and not counted on.
+            others = [(t, chunk) for t, chunk in others if not block.holds(t)]
         else:
             hole = Block(address(tensor), chunk)
-            if not hole.address <= block.address < hole.address + hole.bytes:
+            if not itself and not hole.address <= block.address < hole.address + hole.bytes:
                 others.append(_chunk(device, block.bytes))  # else it was all in one piece
             block = hole
-            del tensor
-    sizes = pool.slots
-    end = slots_end(sizes)
-    cuts = _made_uneven(device, others, sizes)
-    in_use += len(cuts) * ALIGNMENT
-    left = budget - in_use
-    block, walls = _into_hole(device, block, others, left)
-    walls += cuts
-    area = min(block.bytes, left - sum(_usable(others, left))) - end
-    beyond = block.bytes - end - area
-    if area < LEAST_AREA * left:
-        return None
-    if beyond < _SMALLEST_CLAIM:  # not worth a wall, or there is no room for one
-        area, beyond = area + beyond, 0
-    slots = []
-    for size in sizes:
-        slots.append(_chunk(device, size)[0])
-        walls.append(_chunk(device, ALIGNMENT)[0])
-    if beyond > 0:
-        # What comes after the area is not to be merged with it.
-        rest = area
-        while rest > 0:
-            whole = is_split(rest + beyond, rest)
-            slots.append(_chunk(device, rest if whole else aligned((rest + beyond) // 4))[0])
-            rest -= slots[-1].shape[0] * 4
-        walls.append(_chunk(device, ALIGNMENT)[0])
-    lower = sorted((address(t), chunk) for t, chunk in others if address(t) < block.address)
-    higher = sorted((address(t), chunk) for t, chunk in others if address(t) > block.address)
-    layout = Layout(
-        in_use,
-        tuple(chunk for _, chunk in lower),
-        sizes,
-        area,
-        max(0, beyond - ALIGNMENT),
-        tuple(chunk for _, chunk in higher),
-    )
-    _laid[device.name] = Laid(layout, block, walls)
-    return _laid[device.name]
+    return block, others
 
 
 def _made_uneven(
@@ -350,19 +420,25 @@ def settled(device: Device, laid: Laid, free: Mapping[int, int]) -> Iterator[boo
     start = laid.block.address
     end = start + laid.layout.slots_end
     found: dict[int, list[tf.Tensor]] = {}
+    beside: list[tf.Tensor] = []
     for size in sorted(free, reverse=True):  # a small one must not take a large slot
         found[size] = []
-        while True:
+        elsewhere: list[tf.Tensor] = []
+        while len(elsewhere) < _ELSEWHERE:
             tensor = _chunk(device, size)[0]
-            if not start <= address(tensor) < end:
-                break
-            found[size].append(tensor)
-        del tensor
+            if start <= address(tensor) < end:
+                found[size].append(tensor)
+                beside += elsewhere  # just as large, and freed since memory was divided
+                elsewhere = []
+            else:
+                elsewhere.append(tensor)
+        del tensor, elsewhere
     enough = all(len(found[size]) >= count for size, count in free.items())
     for size, count in free.items():
         del found[size][:count]
     yield enough
     found.clear()
+    beside.clear()
 
 
 def is_in_force(device: Device, laid: Laid) -> bool:

@@ -220,14 +220,14 @@ class Layout:
       before, after: sizes of the free chunks at lower and higher addresses.
       slots: sizes, in order.
       area: size of what follows the slots.
-      beyond: size of what follows the area; not to be used.
+      beyond: sizes of the chunks that follow the area; not to be used.
     """
 
     in_use: int
     before: tuple[int, ...]
     slots: tuple[int, ...]
     area: int
-    beyond: int = 0
+    beyond: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
 
     @property
@@ -323,7 +323,7 @@ class Pool:
             for size in layout.before:
                 arena.claim(size)
             start, slots = arena.reserved, layout.slots
-            for size in (layout.slots_end + layout.area, layout.beyond, *layout.after):
+            for size in (layout.slots_end + layout.area, *layout.beyond, *layout.after):
                 arena.claim(size)
         else:
             arena = self._grown()

@@ -126,7 +126,7 @@ def _areas(
     layout = pool.layout
     assert layout is not None
     slots = layout.slot_addresses
-    end = slots.stop + layout.area + layout.beyond
+    end = slots.stop + layout.area + sum(layout.beyond)
     # The slots for this step's results are for nothing else.
     results = [arena.allocate(requests.sizes[number]) for number in requests.kept]
     left = ceiling - layout.in_use - layout.slots_end

@@ -17,7 +17,8 @@ than what ``f`` holds for its rows.
 And where a variable is given a new value as a whole (momentum in SGD, moving
 averages), that is written into the buffer that the variable has.  TensorFlow
 would let the new value's buffer take its place, and variables that are
-somewhere else after each step break up the pool.
+somewhere else after each step break up the pool: even small ones do, where they
+lie between holes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import node_def_pb2, types_pb2
 
-from .arena import GRAIN
 from .program import ELEMENTWISE, Kind, Op, Program, Tensor, constant_node, constant_op
 
 _LARGE = 0.05  # of the plain peak: a variable from this size on is updated in blocks ...
@@ -39,6 +39,10 @@ _LEAST = 1 << 20  # bytes: nobody lacks what is smaller
 _ROW = 64  # elements; slices share their source's buffer only at multiples of 64 bytes
 # What each assignment computes from the old value and the update.
 _NEW_VALUE = {"AssignAddVariableOp": "AddV2", "AssignSubVariableOp": "Sub", "AssignVariableOp": ""}
+
+WRITTEN_IN_PLACE = (tf.float32, tf.float64)
+"""The types of variables that every device can write a new value into, but for scalars."""
+
 _ELEMENTWISE = ELEMENTWISE | {"_UnaryOpsComposition"}
 
 
@@ -50,8 +54,8 @@ def split_updates(program: Program, plain_peak: int) -> Program:
       plain_peak: bytes, which say what is large.
 
     Returns:
-      A program that computes the same bits, and leaves variables of ``GRAIN`` bytes
-      or more where they are; ``program`` itself if nothing is to be changed.
+      A program that computes the same bits, and leaves variables where they are;
+      ``program`` itself if nothing is to be changed.
     """
     # What overwrites the variable of a read comes after it, by a control edge.
     awaited = {control for op in program.ops for control in op.controls}
@@ -70,17 +74,16 @@ def split_updates(program: Program, plain_peak: int) -> Program:
 
 
 def _moves(program: Program, assignment: Op) -> bool:
-    """Whether a variable that matters to the pool is somewhere else after an assignment."""
+    """Whether a variable is somewhere else after an assignment, and need not be."""
     variable = program.variables.get(assignment.inputs[0][0])
     value, number = assignment.inputs[1]
     op = program.ops[value]
     return (
         variable is not None
         and op.kind in (Kind.PURE, Kind.ALIAS)
-        and variable.dtype in (tf.float32, tf.float64)  # written on every device
+        and variable.dtype in WRITTEN_IN_PLACE
         and variable.shape.rank != 0
         and variable.shape == op.shapes[number]
-        and op.bytes[number] >= GRAIN
     )
 
 

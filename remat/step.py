@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,7 @@ from .solvers import InfeasibleBudgetError, Plan
 from .solvers.budget import format_bytes, is_share, parse_budget
 from .solvers.method import Method
 from .solvers.solving import check_method
+from .split import WRITTEN_IN_PLACE
 from .timeline import Allocation, record
 from .trace import Trace
 from .unfed import Unfed, unfed
@@ -63,8 +65,8 @@ _AHEAD, _AHEAD_SHARE = 8, 1 / 32  # batches that a pipeline holds, at most; shar
 # Steps until batch and results lie where they do for every other step ...
 _SETTLING = 2
 _UNPLACED_SETTLING = 5  # ... and, where the allocator chooses the places, until all else does
-_LAYOUTS = 3  # times, at most, that memory is divided anew for a step
-_DRIFT = 1 << 19  # bytes allocated beside a step before that happens
+_LAYOUTS = 5  # times, at most, that memory is divided anew for a step
+_DRIFT = 1 << 19  # bytes allocated, or freed, beside a step before that happens
 _MEASURING = threading.RLock()  # the allocator's counters are the whole process's
 # Stateful operations whose effects a trial run can undo: it puts variables back, and
 # a fresh lowering resets random states.
@@ -117,6 +119,19 @@ class Options:
             raise ValueError(f"seed is {self.seed!r}; it is a whole number")
         if not (self.plan is None or isinstance(self.plan, Plan)):
             raise TypeError(f"plan is a remat.Plan: remat.Plan.load(...), not {self.plan!r}")
+
+
+@dataclass(frozen=True)
+class _Pooled:
+    """How the memory that a step finds differs from what it is planned for.
+
+    Attributes:
+      slots_taken: something else lies in slots for batches and results.
+      drifted: more, or less, is in use.
+    """
+
+    slots_taken: bool = False
+    drifted: bool = False
 
 
 class CompiledStep:
@@ -223,7 +238,7 @@ class CompiledStep:
         if block is not None:
             if block.bytes < self.budget - allocator.bytes_in_use(self.device):
                 block = self._claim(pool, self.budget) or block
-            self._laid = allocator.lay_out(self.device, block, pool, self.budget)
+            self._laid = self._lay_out(block, pool)
         if self._laid is not None:
             # Replicas run side by side.
             alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
@@ -345,11 +360,11 @@ class CompiledStep:
                 return self._inside()(*flat)
             self._keep_layout()
             while True:
-                with self._settled() as as_planned:
-                    if as_planned:
+                with self._settled() as pooled:
+                    if pooled == _Pooled():
                         self._ran = True
                         return self._run(*flat)
-                self._drifted()
+                self._drifted(pooled)
         except tf.errors.ResourceExhaustedError as error:
             raise tf.errors.ResourceExhaustedError(
                 error.node_def,
@@ -486,7 +501,7 @@ class CompiledStep:
                 if source == _SHARE and budget > _NOTICED * self.budget:
                     self.budget = budget
                     if self._laid is not None:
-                        self._lay_again(fresh=True)
+                        self._lay_again(lambda: None)
                         continue
             else:
                 say.line(
@@ -592,31 +607,36 @@ class CompiledStep:
             )
 
     @contextmanager
-    def _settled(self) -> Iterator[bool]:
-        """Puts the pool into the state that the plan is for; yields whether it is."""
+    def _settled(self) -> Iterator[_Pooled]:
+        """Puts the pool into the state that the plan is for; yields what is otherwise."""
         pool = self.prepared.pool
         if self._laid is None or not pool.quiet:
-            yield True
+            yield _Pooled()
             return
         with allocator.settled(self.device, self._laid, pool.free_slots) as enough:
             in_use = allocator.bytes_in_use(self.device)
             if self._settled_bytes is None:
                 self._settled_bytes = in_use
-            yield enough and in_use - self._settled_bytes < _DRIFT
+            yield _Pooled(not enough, abs(in_use - self._settled_bytes) >= _DRIFT)
 
     def _keep_layout(self) -> None:
         """Divides memory again if another step has divided it anew."""
         laid, quiet = self._laid, self.prepared.pool.quiet
         if laid is not None and quiet and not allocator.is_in_force(self.device, laid):
-            self._lay_again()
+            self._lay_again(lambda: allocator.latest(self.device, self.prepared.pool.slots))
 
-    def _drifted(self) -> None:
-        """Something else has been allocated since the step was planned: plans for
-        what is left, and after some times of that without places for tensors."""
+    def _drifted(self, pooled: _Pooled) -> None:
+        """Something else has been allocated, or freed, since the step was planned: plans
+        for what is left, and after some times of that without places for tensors."""
+        laid = self._laid
+        assert laid is not None
         self._layouts += 1
         try:
             if self._layouts <= _LAYOUTS:
-                self._lay_again(fresh=True)
+                anew = pooled.slots_taken
+                self._lay_again(
+                    lambda: None if anew else allocator.renewed(self.device, laid, self.budget)
+                )
                 return
             warnings.warn(
                 "memory is allocated beside the step again and again (an input pipeline that "
@@ -625,8 +645,11 @@ class CompiledStep:
                 stacklevel=4,
             )
             self._unplace()
-            with ProgressLine(self.options.verbose) as say:
-                self.planned = self._solve(None, say, self.plan.schedule)
+            try:
+                with ProgressLine(self.options.verbose) as say:
+                    self.planned = self._solve(None, say, self.plan.schedule)
+            finally:
+                self._lower_again()
         except InfeasibleBudgetError as error:
             warnings.warn(
                 f"beside what was allocated since the step was planned there is no plan within "
@@ -634,8 +657,6 @@ class CompiledStep:
                 RuntimeWarning,
                 stacklevel=4,
             )
-            self._unplace()
-        self._lower_again()
 
     def _unplace(self) -> None:
         """Goes on without places for tensors."""
@@ -656,25 +677,46 @@ class CompiledStep:
             unclaimed = replace(pool, limit=limit).unclaimed() if self.device.growth else None
         return allocator.claim(self.device, count, budget - in_use, unclaimed)
 
-    def _lay_again(self, fresh: bool = False) -> None:
-        """Plans for the memory as it is now: another step, or (``fresh``) something
-        else, has taken some of it."""
+    def _lay_out(self, block: allocator.Block, pool: Pool) -> allocator.Laid | None:
+        """Divides memory, unless that leaves too little of it in one piece."""
+        move = partial(_move_what_moves, self.prepared.program)
+        return allocator.lay_out(self.device, block, pool, self.budget, move)
+
+    def _lay_again(self, find: Callable[[], allocator.Laid | None]) -> None:
+        """Plans for the memory as it is now: another step, or something else, has taken
+        some of it.
+
+        Args:
+          find: finds how it is divided; where it is not, or too little of it is free in
+            one piece, it is divided anew.
+
+        Raises:
+          InfeasibleBudgetError: if no plan is found; the old one goes on, without places.
+        """
         assert self._laid is not None
         pool = replace(self.prepared.pool, layout=None)
         self._settled_bytes = None
-        with ProgressLine(self.options.verbose) as say:
-            say.line("memory is not divided as it was: planning again")
-            found = None if fresh else allocator.latest(self.device, pool.slots)
-            if found is None:
-                block = self._claim(pool, self.budget) or self._laid.block
-                found = allocator.lay_out(self.device, block, pool, self.budget)
-            self._laid = found
-            if found is None:
-                pool = replace(pool, quiet=False)
-            else:
-                pool = replace(pool, layout=found.layout)
-            self.prepared = replace(self.prepared, pool=pool)
-            self.planned = self._solve(None, say, self.plan.schedule)
+        # The constants of its graph would be freed once memory is divided.
+        del self._run
+        gc.collect()
+        try:
+            with ProgressLine(self.options.verbose) as say:
+                say.line("memory is not divided as it was: planning again")
+                found = find()
+                if found is None:
+                    block = self._claim(pool, self.budget) or self._laid.block
+                    found = self._lay_out(block, pool)
+                self._laid = found
+                if found is None:
+                    pool = replace(pool, quiet=False)
+                else:
+                    pool = replace(pool, layout=found.layout)
+                self.prepared = replace(self.prepared, pool=pool)
+                self.planned = self._solve(None, say, self.plan.schedule)
+        except BaseException:
+            self._unplace()
+            raise
+        finally:
             self._lower_again()
         # Dividing memory took all that was free for a moment; the step does not.
         allocator.reset_peak(self.device)
@@ -819,6 +861,15 @@ def _own_buffers(program: Program) -> None:
                 value = tf.raw_ops.DeepCopy(x=value)
                 tf.raw_ops.AssignVariableOp(resource=handle, value=value)
             taken.add(place)
+
+
+def _move_what_moves(program: Program) -> None:
+    """Gives another buffer to each captured variable that gets one with each step."""
+    for handle, spec in _variables_of(program):
+        if spec.shape.rank == 0 or spec.dtype not in WRITTEN_IN_PLACE:
+            value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=spec.dtype)
+            value = tf.raw_ops.DeepCopy(x=value)
+            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 
 @contextmanager
