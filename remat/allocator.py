@@ -173,11 +173,15 @@ class Laid:
       layout: how the pool is divided.
       block: where the slots and the area are.
       walls: what keeps them apart; given up when the block is divided anew.
+      holes: what else is free, by size.
+      area: where the area is.
     """
 
     layout: Layout
     block: Block
     walls: list[tf.Tensor]
+    holes: tuple[Block, ...] = ()
+    area: int = 0
 
 
 _laid: dict[str, Laid] = {}  # by device: the latest
@@ -282,20 +286,23 @@ def renewed(device: Device, laid: Laid, budget: int) -> Laid | None:
     del taken
     in_use += len(cuts) * ALIGNMENT
     left = budget - in_use
-    free = sorted([*((address(t), chunk) for t, chunk in holes), (largest.address, largest.bytes)])
+    free = [*(Block(address(tensor), chunk) for tensor, chunk in holes), largest]
+    free.sort(key=lambda block: block.address)
     end = laid.block.address + laid.block.bytes
-    within = [chunk for at, chunk in free if slots.stop <= at < end]
-    area = max(within, key=lambda chunk: min(chunk, left), default=0)
-    if min(area, left) < LEAST_AREA * left:
+    within = [block for block in free if slots.stop <= block.address < end]
+    area = max(within, key=lambda block: min(block.bytes, left), default=Block(0, 0))
+    if min(area.bytes, left) < LEAST_AREA * left:
         return None
-    within.remove(area)
-    lower = [chunk for at, chunk in free if at < slots.start]
-    higher = [chunk for at, chunk in free if at >= end]
-    if area + layout.slots_end + sum(c for c in (*lower, *higher) if c <= left) < left:
-        higher, within = within + higher, []
-    layout = Layout(in_use, tuple(lower), layout.slots, area, tuple(within), tuple(higher))
+    free.remove(area)
+    lower = [block.bytes for block in free if block.address < slots.start]
+    beyond = [block.bytes for block in within if block != area]
+    higher = [block.bytes for block in free if block.address >= end]
+    if area.bytes + layout.slots_end + sum(c for c in (*lower, *higher) if c <= left) < left:
+        higher, beyond = beyond + higher, []
+    layout = Layout(in_use, tuple(lower), layout.slots, area.bytes, tuple(beyond), tuple(higher))
     laid.walls.extend(cuts)  # the same list, which is emptied when all of it is divided anew
-    _laid[device.name] = Laid(layout, laid.block, laid.walls)
+    large = sorted((b for b in free if b.bytes >= GRAIN), key=lambda block: block.bytes)
+    _laid[device.name] = Laid(layout, laid.block, laid.walls, tuple(large), area.address)
     return _laid[device.name]
 
 
@@ -439,6 +446,29 @@ def settled(device: Device, laid: Laid, free: Mapping[int, int]) -> Iterator[boo
     yield enough
     found.clear()
     beside.clear()
+
+
+def is_as_laid(device: Device, laid: Laid, free: Mapping[int, int]) -> bool:
+    """Whether what is free beside the slots is what was free when they were laid.
+
+    Args:
+      device: whose allocator; it is ``settled``.
+      laid: the layout in force.
+      free: as for ``settled``.
+    """
+    slots = [_chunk(device, size) for size, count in free.items() for _ in range(count)]
+    holes: list[tuple[tf.Tensor, int]] = []
+    try:
+        for hole in laid.holes:
+            holes.append(_chunk(device, hole.bytes))
+            if Block(address(holes[-1][0]), holes[-1][1]) != hole:
+                return False
+        # All else being taken, what is placed goes into the area.
+        return address(_chunk(device, GRAIN)[0]) == laid.area
+    except tf.errors.ResourceExhaustedError:
+        return False
+    finally:
+        del slots
 
 
 def is_in_force(device: Device, laid: Laid) -> bool:

@@ -66,7 +66,6 @@ _AHEAD, _AHEAD_SHARE = 8, 1 / 32  # batches that a pipeline holds, at most; shar
 _SETTLING = 2
 _UNPLACED_SETTLING = 5  # ... and, where the allocator chooses the places, until all else does
 _LAYOUTS = 5  # times, at most, that memory is divided anew for a step
-_DRIFT = 1 << 19  # bytes allocated, or freed, beside a step before that happens
 _MEASURING = threading.RLock()  # the allocator's counters are the whole process's
 # Stateful operations whose effects a trial run can undo: it puts variables back, and
 # a fresh lowering resets random states.
@@ -183,7 +182,7 @@ class CompiledStep:
         self._ran = False  # a step of the training
         self._warned = False  # of a later step above the budget
         self._laid: allocator.Laid | None = None
-        self._settled_bytes: int | None = None  # in use when a step starts
+        self._settled_bytes: int | None = None  # in use when a step last started
         self._layouts = 1
         self._unplaced: tuple[Prepared, Planned, Callable[..., list[tf.Tensor]]] | None = None
         self._kept: list[Any] = []  # generators of calls inside other functions
@@ -339,7 +338,6 @@ class CompiledStep:
         inputs = self._flatten(batch) if batch else _zeros(program)
         self._keep_layout()
         with _MEASURING, _variables_put_back(program):
-            self._settled_bytes = None
             lowered, _own = self._apart(program, self.planned)
             timed, _other = self._apart(program, self.planned, timed=True)
             found = measure(
@@ -351,7 +349,6 @@ class CompiledStep:
                 self.device,
                 steps=steps,
             )
-        self._settled_bytes = None
         return found
 
     def _execute(self, flat: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -546,7 +543,6 @@ class CompiledStep:
             for number in range(self._settling):
                 inputs = _zeros(program)
                 allocator.reset_peak(self.device)
-                self._settled_bytes = None  # the first run may allocate something for good
                 if number == 0:
                     recorded = record(run, on_gpu=self.device.name.startswith("GPU"))
                 else:
@@ -613,11 +609,15 @@ class CompiledStep:
         if self._laid is None or not pool.quiet:
             yield _Pooled()
             return
-        with allocator.settled(self.device, self._laid, pool.free_slots) as enough:
+        free = pool.free_slots
+        with allocator.settled(self.device, self._laid, free) as enough:
             in_use = allocator.bytes_in_use(self.device)
-            if self._settled_bytes is None:
+            drifted = in_use != self._settled_bytes and not (
+                enough and allocator.is_as_laid(self.device, self._laid, free)
+            )
+            if not drifted:
                 self._settled_bytes = in_use
-            yield _Pooled(not enough, abs(in_use - self._settled_bytes) >= _DRIFT)
+            yield _Pooled(not enough, drifted)
 
     def _keep_layout(self) -> None:
         """Divides memory again if another step has divided it anew."""
@@ -695,7 +695,6 @@ class CompiledStep:
         """
         assert self._laid is not None
         pool = replace(self.prepared.pool, layout=None)
-        self._settled_bytes = None
         # The constants of its graph would be freed once memory is divided.
         del self._run
         gc.collect()
