@@ -29,7 +29,7 @@ UNWRITTEN = "_ParallelConcatStart"
 _SMALLEST_CLAIM = 1 << 20  # bytes
 # Of what is free, until it is not in one piece; a chunk that is little larger is had whole.
 _SHARES = (0.4, 0.6, 0.8, 0.9, 0.97)
-_ELSEWHERE = 3  # chunks in turn outside the slots: there are no more in these
+_BESIDE = 2  # chunks as large as slots that are taken, at most
 _TIGHT = 1.02  # times the budget: a limit up to this leaves the pool no room
 _GPU_SHARE = 0.92  # of a GPU's memory that TensorFlow takes at most, by default
 
@@ -173,15 +173,20 @@ class Laid:
       layout: how the pool is divided.
       block: where the slots and the area are.
       walls: what keeps them apart; given up when the block is divided anew.
-      holes: what else is free, by size.
       area: where the area is.
+      holes: what else is free and smaller, from ``GRAIN`` bytes on.
     """
 
     layout: Layout
     block: Block
     walls: list[tf.Tensor]
+    area: Block
     holes: tuple[Block, ...] = ()
-    area: int = 0
+
+    @property
+    def slots(self) -> range:
+        """The addresses of the slots."""
+        return range(self.block.address, self.block.address + self.layout.slots_end)
 
 
 _laid: dict[str, Laid] = {}  # by device: the latest
@@ -247,7 +252,8 @@ def lay_out(
     move()  # while everything else is taken
     del slots
     others.clear()
-    return renewed(device, Laid(Layout(in_use, (), sizes, area), block, walls), budget)
+    laid = Laid(Layout(in_use, (), sizes, area), block, walls, Block(block.address + end, area))
+    return renewed(device, laid, budget)
 
 
 def renewed(device: Device, laid: Laid, budget: int) -> Laid | None:
@@ -275,7 +281,7 @@ def renewed(device: Device, laid: Laid, budget: int) -> Laid | None:
     if largest is None:
         return None
     largest, holes = _free_chunks(device, largest, budget)
-    slots = range(laid.block.address, laid.block.address + layout.slots_end)
+    slots = laid.slots
     taken = [tensor for tensor, _ in holes if address(tensor) in slots]
     holes = [(tensor, chunk) for tensor, chunk in holes if address(tensor) not in slots]
     if largest.address in slots:
@@ -301,8 +307,8 @@ def renewed(device: Device, laid: Laid, budget: int) -> Laid | None:
         higher, beyond = beyond + higher, []
     layout = Layout(in_use, tuple(lower), layout.slots, area.bytes, tuple(beyond), tuple(higher))
     laid.walls.extend(cuts)  # the same list, which is emptied when all of it is divided anew
-    large = sorted((b for b in free if b.bytes >= GRAIN), key=lambda block: block.bytes)
-    _laid[device.name] = Laid(layout, laid.block, laid.walls, tuple(large), area.address)
+    smaller = tuple(block for block in free if GRAIN <= block.bytes < area.bytes)
+    _laid[device.name] = Laid(layout, laid.block, laid.walls, area, smaller)
     return _laid[device.name]
 
 
@@ -424,22 +430,21 @@ def settled(device: Device, laid: Laid, free: Mapping[int, int]) -> Iterator[boo
     Yields:
       Whether there were as many.
     """
-    start = laid.block.address
-    end = start + laid.layout.slots_end
+    slots = laid.slots
     found: dict[int, list[tf.Tensor]] = {}
+    known = {laid.area.address, *(hole.address for hole in laid.holes)}
     beside: list[tf.Tensor] = []
     for size in sorted(free, reverse=True):  # a small one must not take a large slot
         found[size] = []
-        elsewhere: list[tf.Tensor] = []
-        while len(elsewhere) < _ELSEWHERE:
+        while True:
             tensor = _chunk(device, size)[0]
-            if start <= address(tensor) < end:
+            if address(tensor) in slots:
                 found[size].append(tensor)
-                beside += elsewhere  # just as large, and freed since memory was divided
-                elsewhere = []
+            elif address(tensor) not in known and len(beside) < _BESIDE:
+                beside.append(tensor)  # just as large, and freed since memory was divided
             else:
-                elsewhere.append(tensor)
-        del tensor, elsewhere
+                break
+        del tensor
     enough = all(len(found[size]) >= count for size, count in free.items())
     for size, count in free.items():
         del found[size][:count]
@@ -448,27 +453,40 @@ def settled(device: Device, laid: Laid, free: Mapping[int, int]) -> Iterator[boo
     beside.clear()
 
 
-def is_as_laid(device: Device, laid: Laid, free: Mapping[int, int]) -> bool:
+def is_as_laid(device: Device, laid: Laid, free: Mapping[int, int], most: int) -> bool:
     """Whether what is free beside the slots is what was free when they were laid.
+
+    A request that is just too large for a free chunk goes into the next larger one,
+    unless there is another.
 
     Args:
       device: whose allocator; it is ``settled``.
       laid: the layout in force.
       free: as for ``settled``.
+      most: bytes that may be in use meanwhile; what that forbids is not looked at.
     """
-    slots = [_chunk(device, size) for size, count in free.items() for _ in range(count)]
-    holes: list[tuple[tf.Tensor, int]] = []
-    try:
-        for hole in laid.holes:
-            holes.append(_chunk(device, hole.bytes))
-            if Block(address(holes[-1][0]), holes[-1][1]) != hole:
-                return False
-        # All else being taken, what is placed goes into the area.
-        return address(_chunk(device, GRAIN)[0]) == laid.area
-    except tf.errors.ResourceExhaustedError:
-        return False
-    finally:
-        del slots
+    slots = laid.slots
+    most -= bytes_in_use(device)
+    smaller = sorted([*laid.holes, *(Block(slots.start, size) for size in free)], key=_size)
+    size = GRAIN
+    for block in (*smaller, laid.area):
+        if size > block.bytes:
+            continue  # as large as the one before
+        if (size if is_split(block.bytes, size) else block.bytes) > most:
+            break
+        try:
+            tensor = _chunk(device, size)[0]
+        except tf.errors.ResourceExhaustedError:
+            return False
+        if address(tensor) not in (slots if block.address in slots else (block.address,)):
+            return False
+        del tensor
+        size = block.bytes + ALIGNMENT
+    return True
+
+
+def _size(block: Block) -> tuple[int, int]:
+    return block.bytes, block.address
 
 
 def is_in_force(device: Device, laid: Laid) -> bool:

@@ -65,7 +65,9 @@ _AHEAD, _AHEAD_SHARE = 8, 1 / 32  # batches that a pipeline holds, at most; shar
 # Steps until batch and results lie where they do for every other step ...
 _SETTLING = 2
 _UNPLACED_SETTLING = 5  # ... and, where the allocator chooses the places, until all else does
-_LAYOUTS = 5  # times, at most, that memory is divided anew for a step
+# Times that memory may be found otherwise; steps in between that find it as planned make up
+# for some.
+_DRIFTS, _MADE_UP = 8.0, 0.25
 _MEASURING = threading.RLock()  # the allocator's counters are the whole process's
 # Stateful operations whose effects a trial run can undo: it puts variables back, and
 # a fresh lowering resets random states.
@@ -183,7 +185,7 @@ class CompiledStep:
         self._warned = False  # of a later step above the budget
         self._laid: allocator.Laid | None = None
         self._settled_bytes: int | None = None  # in use when a step last started
-        self._layouts = 1
+        self._drifts = 0.0  # see _DRIFTS
         self._unplaced: tuple[Prepared, Planned, Callable[..., list[tf.Tensor]]] | None = None
         self._kept: list[Any] = []  # generators of calls inside other functions
         self._unfed: Unfed | None = None
@@ -360,6 +362,7 @@ class CompiledStep:
                 with self._settled() as pooled:
                     if pooled == _Pooled():
                         self._ran = True
+                        self._drifts = max(0.0, self._drifts - _MADE_UP)
                         return self._run(*flat)
                 self._drifted(pooled)
         except tf.errors.ResourceExhaustedError as error:
@@ -613,7 +616,7 @@ class CompiledStep:
         with allocator.settled(self.device, self._laid, free) as enough:
             in_use = allocator.bytes_in_use(self.device)
             drifted = in_use != self._settled_bytes and not (
-                enough and allocator.is_as_laid(self.device, self._laid, free)
+                enough and allocator.is_as_laid(self.device, self._laid, free, self.plan.peak)
             )
             if not drifted:
                 self._settled_bytes = in_use
@@ -630,9 +633,9 @@ class CompiledStep:
         for what is left, and after some times of that without places for tensors."""
         laid = self._laid
         assert laid is not None
-        self._layouts += 1
+        self._drifts += 1
         try:
-            if self._layouts <= _LAYOUTS:
+            if self._drifts <= _DRIFTS:
                 anew = pooled.slots_taken
                 self._lay_again(
                     lambda: None if anew else allocator.renewed(self.device, laid, self.budget)

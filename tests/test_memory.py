@@ -408,3 +408,44 @@ answer(predicted=step.plan.peak, peaks=peaks)
     assert max(found["peaks"]) == pytest.approx(
         found["predicted"], rel=0.06 if kind == "branch" else 0.04
     )
+
+
+def test_what_is_allocated_and_freed_beside_a_step_is_planned_for() -> None:
+    """At a hard limit: data, results and other tensors come and go between the steps."""
+    limit = 310
+    found = run(
+        f"budget = {limit} << 20"
+        + """
+def block(x, width):
+    x = keras.layers.Conv2D(width, 3, padding="same", use_bias=False)(x)
+    return keras.layers.ReLU()(keras.layers.BatchNormalization(scale=False, center=False)(x))
+
+inputs = keras.Input((64, 64, 3))
+x = block(inputs, 32)
+for width in (32, 64, 128, 256, 512):
+    x = keras.layers.AveragePooling2D(2)(x)
+    for _ in range(3):
+        x = block(x, width)
+outputs = keras.layers.Dense(10)(keras.layers.GlobalAveragePooling2D()(x))
+model = keras.Model(inputs, outputs)
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+specs = tf.TensorSpec((96, 64, 64, 3)), tf.TensorSpec((96,), tf.int32)
+step = remat.compile(
+    model, loss, keras.optimizers.Adam(), *specs, budget=budget, profile={}, time_limit=1
+)
+x, y = (tf.zeros(spec.shape, spec.dtype) for spec in specs)
+held, peaks = [], []
+for kib in (0, 3072, 0, 2048, -3072, 40, 0, -2048, 0):
+    if kib > 0:
+        held.append(tf.zeros([kib << 8]))
+    elif kib < 0:
+        del held[0]
+    peaks.append(peak_of(lambda: step(x, y)))
+x = tf.zeros(x.shape, tf.float64)  # twice as large as its slot, and converted
+peaks += [peak_of(lambda: step(x, y)) for _ in range(2)]
+answer(peaks=peaks, overhead=step.plan.overhead)
+""",
+        {**COUNTED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(limit)},
+    )
+    assert found["overhead"] > 0
+    assert max(found["peaks"]) <= limit << 20
