@@ -29,7 +29,6 @@ UNWRITTEN = "_ParallelConcatStart"
 _SMALLEST_CLAIM = 1 << 20  # bytes
 # Of what is free, until it is not in one piece; a chunk that is little larger is had whole.
 _SHARES = (0.4, 0.6, 0.8, 0.9, 0.97)
-_BESIDE = 2  # chunks as large as slots that are taken, at most
 _TIGHT = 1.02  # times the budget: a limit up to this leaves the pool no room
 _GPU_SHARE = 0.92  # of a GPU's memory that TensorFlow takes at most, by default
 
@@ -432,25 +431,19 @@ def settled(device: Device, laid: Laid, free: Mapping[int, int]) -> Iterator[boo
     """
     slots = laid.slots
     found: dict[int, list[tf.Tensor]] = {}
-    known = {laid.area.address, *(hole.address for hole in laid.holes)}
-    beside: list[tf.Tensor] = []
     for size in sorted(free, reverse=True):  # a small one must not take a large slot
         found[size] = []
         while True:
             tensor = _chunk(device, size)[0]
-            if address(tensor) in slots:
-                found[size].append(tensor)
-            elif address(tensor) not in known and len(beside) < _BESIDE:
-                beside.append(tensor)  # just as large, and freed since memory was divided
-            else:
+            if address(tensor) not in slots:
                 break
+            found[size].append(tensor)
         del tensor
     enough = all(len(found[size]) >= count for size, count in free.items())
     for size, count in free.items():
         del found[size][:count]
     yield enough
     found.clear()
-    beside.clear()
 
 
 def is_as_laid(device: Device, laid: Laid, free: Mapping[int, int], most: int) -> bool:
