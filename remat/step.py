@@ -68,6 +68,7 @@ _UNPLACED_SETTLING = 5  # ... and, where the allocator chooses the places, until
 # Times that memory may be found otherwise; steps in between that find it as planned make up
 # for some.
 _DRIFTS, _MADE_UP = 8.0, 0.25
+_DRIFT = 1 << 19  # bytes allocated beside a step before that, where there is room for them
 _MEASURING = threading.RLock()  # the allocator's counters are the whole process's
 # Stateful operations whose effects a trial run can undo: it puts variables back, and
 # a fresh lowering resets random states.
@@ -615,11 +616,16 @@ class CompiledStep:
         free = pool.free_slots
         with allocator.settled(self.device, self._laid, free) as enough:
             in_use = allocator.bytes_in_use(self.device)
-            drifted = in_use != self._settled_bytes and not (
-                enough and allocator.is_as_laid(self.device, self._laid, free, self.plan.peak)
-            )
-            if not drifted:
+            if self._settled_bytes is None:
                 self._settled_bytes = in_use
+            if allocator.is_tight(self.device, self.budget):
+                drifted = in_use != self._settled_bytes and not (
+                    enough and allocator.is_as_laid(self.device, self._laid, free, self.plan.peak)
+                )
+                if not drifted:
+                    self._settled_bytes = in_use
+            else:  # there is room for what lies otherwise
+                drifted = in_use - self._settled_bytes >= _DRIFT
             yield _Pooled(not enough, drifted)
 
     def _keep_layout(self) -> None:
@@ -636,7 +642,7 @@ class CompiledStep:
         self._drifts += 1
         try:
             if self._drifts <= _DRIFTS:
-                anew = pooled.slots_taken
+                anew = pooled.slots_taken or not allocator.is_tight(self.device, self.budget)
                 self._lay_again(
                     lambda: None if anew else allocator.renewed(self.device, laid, self.budget)
                 )
@@ -698,6 +704,7 @@ class CompiledStep:
         """
         assert self._laid is not None
         pool = replace(self.prepared.pool, layout=None)
+        self._settled_bytes = None
         # The constants of its graph would be freed once memory is divided.
         del self._run
         gc.collect()
