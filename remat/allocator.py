@@ -27,6 +27,7 @@ UNWRITTEN = "_ParallelConcatStart"
 ``tf.parallel_stack``, with the shape as an attribute."""
 
 _SMALLEST_CLAIM = 1 << 20  # bytes
+_SMALL_SLOT = GRAIN - ALIGNMENT  # bytes of a slot for small values
 # Of what is free, until it is not in one piece; a chunk that is little larger is had whole.
 _SHARES = (0.4, 0.6, 0.8, 0.9, 0.97)
 _TIGHT = 1.02  # times the budget: a limit up to this leaves the pool no room
@@ -135,23 +136,35 @@ def claim(device: Device, count: int, least: int, unclaimed: int | None = None) 
         holding, shares = True, (1.0,) * (holes // count + 1)
     elif unclaimed is not None:
         shares = _SHARES  # variables have made the pool grow to its limit, and left a hole
-    blocks: list[Block] = []
-    held: list[tf.Tensor] = []
-    for share in shares:
-        if share * count < _SMALLEST_CLAIM:
-            continue
-        try:
-            tensor, size = _chunk(device, int(share * count))
-        except tf.errors.ResourceExhaustedError:
-            break  # after a wait of ten seconds for someone to free memory: once is enough
+    sizes = [int(share * count) for share in shares if share * count >= _SMALLEST_CLAIM]
+    blocks = _blocks(device, sizes, holding)
+    if blocks:
         _claimed.add(device.name)
-        blocks.append(Block(address(tensor), size))
-        if holding:
-            held.append(tensor)
-        del tensor
     if holding:
         blocks = _joined(blocks)
     return max(blocks, key=lambda block: block.bytes, default=None)
+
+
+def _blocks(device: Device, sizes: Iterable[int], holding: bool = False) -> list[Block]:
+    """Where chunks of these sizes are found, until there is none.
+
+    Args:
+      device: whose allocator.
+      sizes: bytes.
+      holding: whether each is held while the next one is looked for.
+    """
+    found: list[Block] = []
+    held: list[tf.Tensor] = []
+    for size in sizes:
+        try:
+            tensor, chunk = _chunk(device, size)
+        except tf.errors.ResourceExhaustedError:
+            break  # after a wait of ten seconds for someone to free memory: once is enough
+        found.append(Block(address(tensor), chunk))
+        if holding:
+            held.append(tensor)
+        del tensor
+    return found
 
 
 def _joined(blocks: Iterable[Block]) -> list[Block]:
@@ -268,22 +281,17 @@ def renewed(device: Device, laid: Laid, budget: int) -> Laid | None:
     """
     layout = laid.layout
     known = max((layout.area, *layout.before, *layout.after))
-    largest: Block | None = None
-    for share in _SHARES:
-        try:
-            tensor, size = _chunk(device, int(share * known))
-        except tf.errors.ResourceExhaustedError:
-            break  # after a wait of ten seconds for someone to free memory
-        if largest is None or size > largest.bytes:
-            largest = Block(address(tensor), size)
-        del tensor
-    if largest is None:
+    blocks = _blocks(device, [int(share * known) for share in _SHARES])
+    if not blocks:
         return None
-    largest, holes = _free_chunks(device, largest, budget)
+    largest = max(blocks, key=lambda block: block.bytes)
+    largest, free = _free_chunks(device, largest, budget)
     slots = laid.slots
-    taken = [tensor for tensor, _ in holes if address(tensor) in slots]
-    holes = [(tensor, chunk) for tensor, chunk in holes if address(tensor) not in slots]
-    if largest.address in slots:
+    taken = [tensor for tensor, _ in free if address(tensor) in slots]
+    small = any(chunk == _SMALL_SLOT for tensor, chunk in free if address(tensor) in slots)
+    holes = [(tensor, chunk) for tensor, chunk in free if address(tensor) not in slots]
+    free.clear()
+    if largest.address in slots or not small:
         return None
     # All of the slots is in use now.
     in_use = bytes_in_use(device) - sum(chunk for _, chunk in holes) - layout.slots_end
@@ -291,22 +299,22 @@ def renewed(device: Device, laid: Laid, budget: int) -> Laid | None:
     del taken
     in_use += len(cuts) * ALIGNMENT
     left = budget - in_use
-    free = [*(Block(address(tensor), chunk) for tensor, chunk in holes), largest]
-    free.sort(key=lambda block: block.address)
+    blocks = [*(Block(address(tensor), chunk) for tensor, chunk in holes), largest]
+    blocks.sort(key=lambda block: block.address)
     end = laid.block.address + laid.block.bytes
-    within = [block for block in free if slots.stop <= block.address < end]
+    within = [block for block in blocks if slots.stop <= block.address < end]
     area = max(within, key=lambda block: min(block.bytes, left), default=Block(0, 0))
     if min(area.bytes, left) < LEAST_AREA * left:
         return None
-    free.remove(area)
-    lower = [block.bytes for block in free if block.address < slots.start]
+    blocks.remove(area)
+    lower = [block.bytes for block in blocks if block.address < slots.start]
     beyond = [block.bytes for block in within if block != area]
-    higher = [block.bytes for block in free if block.address >= end]
+    higher = [block.bytes for block in blocks if block.address >= end]
     if area.bytes + layout.slots_end + sum(c for c in (*lower, *higher) if c <= left) < left:
         higher, beyond = beyond + higher, []
     layout = Layout(in_use, tuple(lower), layout.slots, area.bytes, tuple(beyond), tuple(higher))
     laid.walls.extend(cuts)  # the same list, which is emptied when all of it is divided anew
-    smaller = tuple(block for block in free if GRAIN <= block.bytes < area.bytes)
+    smaller = tuple(block for block in blocks if GRAIN <= block.bytes < area.bytes)
     _laid[device.name] = Laid(layout, laid.block, laid.walls, area, smaller)
     return _laid[device.name]
 
@@ -460,8 +468,10 @@ def is_as_laid(device: Device, laid: Laid, free: Mapping[int, int], most: int) -
     """
     slots = laid.slots
     most -= bytes_in_use(device)
-    smaller = sorted([*laid.holes, *(Block(slots.start, size) for size in free)], key=_size)
-    size = GRAIN
+    sizes = [_SMALL_SLOT, *free]
+    smaller = [*laid.holes, *(Block(slots.start, size) for size in sizes)]
+    smaller.sort(key=lambda block: (block.bytes, block.address))
+    size = _SMALL_SLOT
     for block in (*smaller, laid.area):
         if size > block.bytes:
             continue  # as large as the one before
@@ -476,10 +486,6 @@ def is_as_laid(device: Device, laid: Laid, free: Mapping[int, int], most: int) -
         del tensor
         size = block.bytes + ALIGNMENT
     return True
-
-
-def _size(block: Block) -> tuple[int, int]:
-    return block.bytes, block.address
 
 
 def is_in_force(device: Device, laid: Laid) -> bool:

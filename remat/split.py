@@ -31,6 +31,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import node_def_pb2, types_pb2
 
+from .inplace import counting, sharing, stays, writing, written_in_functions
 from .program import ELEMENTWISE, Kind, Op, Program, Tensor, constant_node, constant_op
 
 _LARGE = 0.05  # of the plain peak: a variable from this size on is updated in blocks ...
@@ -39,9 +40,6 @@ _LEAST = 1 << 20  # bytes: nobody lacks what is smaller
 _ROW = 64  # elements; slices share their source's buffer only at multiples of 64 bytes
 # What each assignment computes from the old value and the update.
 _NEW_VALUE = {"AssignAddVariableOp": "AddV2", "AssignSubVariableOp": "Sub", "AssignVariableOp": ""}
-
-WRITTEN_IN_PLACE = (tf.float32, tf.float64)
-"""The types of variables that every device can write a new value into, but for scalars."""
 
 _ELEMENTWISE = ELEMENTWISE | {"_UnaryOpsComposition"}
 
@@ -70,6 +68,9 @@ def split_updates(program: Program, plain_peak: int) -> Program:
         for index, op in enumerate(program.ops)
         if op.type == "AssignVariableOp" and index not in updates and _moves(program, op)
     }
+    library = written_in_functions(program)
+    if library is not program.library:
+        program = replace(program, library=library)
     return _Splitter(program, updates, whole).run() if updates or whole else program
 
 
@@ -77,14 +78,9 @@ def _moves(program: Program, assignment: Op) -> bool:
     """Whether a variable is somewhere else after an assignment, and need not be."""
     variable = program.variables.get(assignment.inputs[0][0])
     value, number = assignment.inputs[1]
-    op = program.ops[value]
-    return (
-        variable is not None
-        and op.kind in (Kind.PURE, Kind.ALIAS)
-        and variable.dtype in WRITTEN_IN_PLACE
-        and variable.shape.rank != 0
-        and variable.shape == op.shapes[number]
-    )
+    if variable is None or not stays(variable):
+        return False
+    return bool(variable.shape == program.ops[value].shapes[number])
 
 
 @dataclass(frozen=True)
@@ -213,20 +209,13 @@ class _Splitter:
           before: new indices of what must come before.
         """
         variable = (self.moved[assignment.inputs[0][0]], 0)
-        # Assigning to a slice would write the same, many times slower.
-        node = node_def_pb2.NodeDef(op="ResourceScatterUpdate")
-        node.attr["dtype"].type = self.ops[value[0]].dtypes[value[1]].as_datatype_enum
-        node.attr["Tindices"].type = types_pb2.DT_INT32
+        node = writing(self.ops[value[0]].dtypes[value[1]])
         inputs = (variable, self._numbers(name, rows), value)
         written = self._effect(f"{name}/write", node, inputs, before)
-        # Writing rows makes every later read of the variable a copy, until this.
-        node = node_def_pb2.NodeDef(op="DisableCopyOnRead")
-        return self._effect(f"{name}/share", node, (variable,), (written,))
+        return self._effect(f"{name}/share", sharing(), (variable,), (written,))
 
     def _numbers(self, name: str, rows: tuple[int, int]) -> Tensor:
         """The numbers of some rows."""
-        node = node_def_pb2.NodeDef(op="Range")
-        node.attr["Tidx"].type = types_pb2.DT_INT32
         count = rows[1] - rows[0]
         op = Op(
             name=f"{name}/range",
@@ -242,7 +231,7 @@ class _Splitter:
             shapes=((count,),),
             dtypes=(tf.int32,),
         )
-        return self.add(op, node), 0
+        return self.add(op, counting()), 0
 
     def _effect(
         self,

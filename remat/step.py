@@ -23,6 +23,7 @@ from . import allocator
 from .arena import Pool
 from .calibrate import Corrections, compare
 from .generators import ASKING, Generators, apart, keeps_state, kernel_handles
+from .inplace import stays
 from .loops import LOOPS
 from .lower import held_constants, lower
 from .measure import measure
@@ -48,7 +49,6 @@ from .solvers import InfeasibleBudgetError, Plan
 from .solvers.budget import format_bytes, is_share, parse_budget
 from .solvers.method import Method
 from .solvers.solving import check_method
-from .split import WRITTEN_IN_PLACE
 from .timeline import Allocation, record
 from .trace import Trace
 from .unfed import Unfed, unfed
@@ -68,7 +68,6 @@ _UNPLACED_SETTLING = 5  # ... and, where the allocator chooses the places, until
 # Times that memory may be found otherwise; steps in between that find it as planned make up
 # for some.
 _DRIFTS, _MADE_UP = 8.0, 0.25
-_DRIFT = 1 << 19  # bytes allocated beside a step before that, where there is room for them
 _MEASURING = threading.RLock()  # the allocator's counters are the whole process's
 # Stateful operations whose effects a trial run can undo: it puts variables back, and
 # a fresh lowering resets random states.
@@ -129,7 +128,7 @@ class _Pooled:
 
     Attributes:
       slots_taken: something else lies in slots for batches and results.
-      drifted: more, or less, is in use.
+      drifted: other memory is free.
     """
 
     slots_taken: bool = False
@@ -185,7 +184,7 @@ class CompiledStep:
         self._ran = False  # a step of the training
         self._warned = False  # of a later step above the budget
         self._laid: allocator.Laid | None = None
-        self._settled_bytes: int | None = None  # in use when a step last started
+        self._settled_bytes: int | None = None  # in use when memory was last found as laid
         self._drifts = 0.0  # see _DRIFTS
         self._unplaced: tuple[Prepared, Planned, Callable[..., list[tf.Tensor]]] | None = None
         self._kept: list[Any] = []  # generators of calls inside other functions
@@ -295,6 +294,8 @@ class CompiledStep:
             return results
         with _MEASURING:
             self._calls += 1
+            # The first batch was there when memory was divided, and may be gone.
+            self._settled_bytes = None
             allocator.reset_peak(self.device)
             results = self._execute(flat)
             self.measured_peak = allocator.peak_bytes(self.device)
@@ -616,17 +617,13 @@ class CompiledStep:
         free = pool.free_slots
         with allocator.settled(self.device, self._laid, free) as enough:
             in_use = allocator.bytes_in_use(self.device)
-            if self._settled_bytes is None:
+            known = not self._ran or in_use == self._settled_bytes
+            as_laid = enough and (
+                known or allocator.is_as_laid(self.device, self._laid, free, self.plan.peak)
+            )
+            if as_laid:
                 self._settled_bytes = in_use
-            if allocator.is_tight(self.device, self.budget):
-                drifted = in_use != self._settled_bytes and not (
-                    enough and allocator.is_as_laid(self.device, self._laid, free, self.plan.peak)
-                )
-                if not drifted:
-                    self._settled_bytes = in_use
-            else:  # there is room for what lies otherwise
-                drifted = in_use - self._settled_bytes >= _DRIFT
-            yield _Pooled(not enough, drifted)
+            yield _Pooled(slots_taken=not enough, drifted=not as_laid)
 
     def _keep_layout(self) -> None:
         """Divides memory again if another step has divided it anew."""
@@ -642,7 +639,7 @@ class CompiledStep:
         self._drifts += 1
         try:
             if self._drifts <= _DRIFTS:
-                anew = pooled.slots_taken or not allocator.is_tight(self.device, self.budget)
+                anew = pooled.slots_taken
                 self._lay_again(
                     lambda: None if anew else allocator.renewed(self.device, laid, self.budget)
                 )
@@ -875,7 +872,7 @@ def _own_buffers(program: Program) -> None:
 def _move_what_moves(program: Program) -> None:
     """Gives another buffer to each captured variable that gets one with each step."""
     for handle, spec in _variables_of(program):
-        if spec.shape.rank == 0 or spec.dtype not in WRITTEN_IN_PLACE:
+        if not stays(spec):
             value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=spec.dtype)
             value = tf.raw_ops.DeepCopy(x=value)
             tf.raw_ops.AssignVariableOp(resource=handle, value=value)

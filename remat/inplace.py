@@ -1,0 +1,187 @@
+"""Stage 1½: what a function assigns is written into the buffer that the variable has.
+
+Branches of conditionals, bodies of loops and calls assign, too: a branch is
+where Keras accumulates gradients.  Why variables are to stay where they are,
+``split`` says, which does this for the assignments of the step itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2, types_pb2
+from tensorflow.core.framework.function_pb2 import FunctionDef
+from tensorflow.core.framework.node_def_pb2 import NodeDef
+
+from .pieces import name_of
+from .program import Program, constant_node
+
+WRITTEN_IN_PLACE = (tf.float32, tf.float64)
+"""The types of variables that every device can write a new value into, but for scalars."""
+
+# What holds which variables, by the name of an argument: more than one if it is called with more.
+_Given = dict[str, set[tf.TensorSpec]]
+
+
+def stays(variable: tf.TensorSpec) -> bool:
+    """Whether new values of a variable are written into its buffer."""
+    return bool(
+        variable.dtype in WRITTEN_IN_PLACE
+        and variable.shape.is_fully_defined()
+        and variable.shape.rank > 0
+    )
+
+
+def writing(dtype: tf.DType) -> NodeDef:
+    """The operation that writes rows of a variable: of a handle, their numbers and values."""
+    # Assigning to a slice would write the same, many times slower.
+    node = NodeDef(op="ResourceScatterUpdate")
+    node.attr["dtype"].type = dtype.as_datatype_enum
+    node.attr["Tindices"].type = types_pb2.DT_INT32
+    return node
+
+
+def sharing() -> NodeDef:
+    """The operation after it: writing rows makes every later read of a variable a copy."""
+    return NodeDef(op="DisableCopyOnRead")
+
+
+def counting() -> NodeDef:
+    """The operation that numbers rows: from the first to the one past the last, by ones."""
+    node = NodeDef(op="Range")
+    node.attr["Tidx"].type = types_pb2.DT_INT32
+    return node
+
+
+def written_in_functions(program: Program) -> graph_pb2.GraphDef:
+    """The functions of a step, with each assignment of a whole variable written in place.
+
+    Returns:
+      A new library; the program's own if there is nothing to change.
+    """
+    given = _given(program)
+    changed = graph_pb2.GraphDef()
+    changed.CopyFrom(program.library)
+    count = 0
+    for function in changed.library.function:
+        count += _rewrite(function, given.get(function.signature.name, {}))
+    return changed if count else program.library
+
+
+def _given(program: Program) -> Mapping[str, _Given]:
+    """For each function the variables that its arguments may be."""
+    functions = {function.signature.name: function for function in program.library.library.function}
+    found: dict[str, _Given] = defaultdict(lambda: defaultdict(set))
+    waiting: list[str] = []
+
+    def call(node: NodeDef, values: Sequence[Set[tf.TensorSpec]]) -> None:
+        attributes = node.attr.values()
+        names = [node.op, *(f.name for value in attributes for f in (value.func, *value.list.func))]
+        for name in functions.keys() & set(names):
+            # What is in front of its arguments chooses among the branches.
+            arguments = functions[name].signature.input_arg
+            for argument, variables in zip(reversed(arguments), reversed(values), strict=False):
+                if not variables <= found[name][argument.name]:
+                    found[name][argument.name] |= variables
+                    waiting.append(name)
+
+    for op, node in zip(program.ops, program.nodes, strict=True):
+        specs = [program.variables.get(source) for source, _ in op.inputs]
+        call(node, [set() if spec is None else {spec} for spec in specs])
+    while waiting:
+        name = waiting.pop()
+        nodes = {node.name: node for node in functions[name].node_def}
+        for node in nodes.values():
+            data = [reference for reference in node.input if not reference.startswith("^")]
+            call(node, [found[name].get(_argument(value, nodes), set()) for value in data])
+    return found
+
+
+def _rewrite(function: FunctionDef, given: Mapping[str, Set[tf.TensorSpec]]) -> int:
+    """Writes what a function assigns in place; returns how many assignments that are."""
+    nodes = {node.name: node for node in function.node_def}
+    found: list[tuple[NodeDef, tf.TensorSpec]] = []
+    for node in function.node_def:
+        if node.op == "AssignVariableOp":
+            specs = given.get(_argument(node.input[0], nodes), set())
+            if len(specs) == 1 and all(map(stays, specs)):
+                found.append((node, *specs))
+    if not found:
+        return 0
+    readers: dict[str, list[NodeDef]] = defaultdict(list)
+    for node in function.node_def:
+        for reference in node.input:
+            readers[name_of(reference)].append(node)
+    for node, spec in found:
+        handle, value, *controls = node.input
+        # Nobody is to hold the old value any more, or the new one is written elsewhere.
+        after = _after(node, readers)
+        handles = [handle, name_of(handle), _argument(handle, nodes)]
+        holders = [
+            reader
+            for name in dict.fromkeys(handles)
+            for reader in readers.get(name, ())
+            if reader.op == "ReadVariableOp"
+        ]
+        for holder in holders:  # which grows
+            for reader in readers[holder.name]:
+                if reader.name in after or f"^{reader.name}" in controls:
+                    continue
+                controls.append(f"^{reader.name}")
+                readers[reader.name].append(node)
+                if reader.op == "Identity":
+                    holders.append(reader)
+        added = [
+            constant_node(f"{node.name}/{end}", np.array(row, np.int32))
+            for end, row in (("start", 0), ("limit", spec.shape[0]), ("delta", 1))
+        ]
+        rows, written, shared = counting(), writing(spec.dtype), sharing()
+        rows.name, written.name, shared.name = f"{node.name}/rows", f"{node.name}/write", node.name
+        rows.input.extend(f"{bound.name}:output:0" for bound in added)
+        element = _repeated(nodes.get(name_of(value)))
+        if element is not None:  # all rows are given one number
+            added.append(constant_node(f"{node.name}/element", element))
+            value = f"{added[-1].name}:output:0"
+        written.input.extend([handle, f"{rows.name}:output:0", value, *controls])
+        shared.input.extend([handle, f"^{written.name}"])
+        added += [rows, written]
+        for each in (*added, shared):
+            each.device = node.device
+        node.CopyFrom(shared)
+        function.node_def.extend(added)
+    return len(found)
+
+
+def _argument(reference: str, nodes: Mapping[str, NodeDef]) -> str:
+    """The argument of a function that a reference is to, if it is to one."""
+    while (node := nodes.get(name_of(reference))) is not None and node.op == "Identity":
+        reference = node.input[0]
+    return reference
+
+
+def _repeated(node: NodeDef | None) -> np.ndarray | None:
+    """The number that a constant is full of.
+
+    TensorFlow holds constants of functions for good: zeros of a variable's shape
+    are memory that nobody needs.
+    """
+    if node is None or node.op != "Const":
+        return None
+    array = tf.make_ndarray(node.attr["value"].tensor)
+    element = array.reshape(-1)[:1]
+    same = array.tobytes() == element.tobytes() * array.size
+    return element.reshape(()) if same and array.size else None
+
+
+def _after(node: NodeDef, readers: Mapping[str, Iterable[NodeDef]]) -> set[str]:
+    """The names of a node and of all that comes after it."""
+    found, waiting = {node.name}, [node]
+    while waiting:
+        for reader in readers.get(waiting.pop().name, ()):
+            if reader.name not in found:
+                found.add(reader.name)
+                waiting.append(reader)
+    return found
