@@ -186,14 +186,14 @@ class Laid:
       block: where the slots and the area are.
       walls: what keeps them apart; given up when the block is divided anew.
       area: where the area is.
-      holes: what else is free and smaller, from ``GRAIN`` bytes on.
+      beside: it and what else is free and smaller, from ``GRAIN`` bytes on, by size.
     """
 
     layout: Layout
     block: Block
     walls: list[tf.Tensor]
     area: Block
-    holes: tuple[Block, ...] = ()
+    beside: tuple[Block, ...]
 
     @property
     def slots(self) -> range:
@@ -264,7 +264,8 @@ def lay_out(
     move()  # while everything else is taken
     del slots
     others.clear()
-    laid = Laid(Layout(in_use, (), sizes, area), block, walls, Block(block.address + end, area))
+    part = Block(block.address + end, area)
+    laid = Laid(Layout(in_use, (), sizes, area), block, walls, part, (part,))
     return renewed(device, laid, budget)
 
 
@@ -314,8 +315,9 @@ def renewed(device: Device, laid: Laid, budget: int) -> Laid | None:
         higher, beyond = beyond + higher, []
     layout = Layout(in_use, tuple(lower), layout.slots, area.bytes, tuple(beyond), tuple(higher))
     laid.walls.extend(cuts)  # the same list, which is emptied when all of it is divided anew
-    smaller = tuple(block for block in blocks if GRAIN <= block.bytes < area.bytes)
-    _laid[device.name] = Laid(layout, laid.block, laid.walls, area, smaller)
+    smaller = [block for block in blocks if GRAIN <= block.bytes < area.bytes]
+    beside = (*sorted(smaller, key=_by_size), area)
+    _laid[device.name] = Laid(layout, laid.block, laid.walls, area, beside)
     return _laid[device.name]
 
 
@@ -425,8 +427,21 @@ def _usable(others: Iterable[tuple[tf.Tensor, int]], left: int) -> list[int]:
     return [chunk for _, chunk in others if chunk <= left]
 
 
+@dataclass(frozen=True)
+class Found:
+    """How memory differs from how it was laid out.
+
+    Attributes:
+      slots_taken: something else lies in slots for batches and results.
+      drifted: other memory is free beside them.
+    """
+
+    slots_taken: bool = False
+    drifted: bool = False
+
+
 @contextmanager
-def settled(device: Device, laid: Laid, free: Mapping[int, int]) -> Iterator[bool]:
+def settled(device: Device, laid: Laid, free: Mapping[int, int]) -> Iterator[Found]:
     """Leaves a given number of slots free, however many batches and results are held.
 
     Args:
@@ -435,9 +450,10 @@ def settled(device: Device, laid: Laid, free: Mapping[int, int]) -> Iterator[boo
       free: by size, how many slots a step is to find free.
 
     Yields:
-      Whether there were as many.
+      Whether there were as many, and what comes after them is what it was.
     """
-    slots = laid.slots
+    slots, beside = laid.slots, laid.beside
+    drifted = False
     found: dict[int, list[tf.Tensor]] = {}
     for size in sorted(free, reverse=True):  # a small one must not take a large slot
         found[size] = []
@@ -446,11 +462,13 @@ def settled(device: Device, laid: Laid, free: Mapping[int, int]) -> Iterator[boo
             if address(tensor) not in slots:
                 break
             found[size].append(tensor)
+        next_one = next((block.address for block in beside if block.bytes >= size), None)
+        drifted |= address(tensor) != next_one
         del tensor
     enough = all(len(found[size]) >= count for size, count in free.items())
     for size, count in free.items():
         del found[size][:count]
-    yield enough
+    yield Found(slots_taken=not enough, drifted=drifted)
     found.clear()
 
 
@@ -469,10 +487,9 @@ def is_as_laid(device: Device, laid: Laid, free: Mapping[int, int], most: int) -
     slots = laid.slots
     most -= bytes_in_use(device)
     sizes = [_SMALL_SLOT, *free]
-    smaller = [*laid.holes, *(Block(slots.start, size) for size in sizes)]
-    smaller.sort(key=lambda block: (block.bytes, block.address))
+    known = [*laid.beside, *(Block(slots.start, size) for size in sizes)]
     size = _SMALL_SLOT
-    for block in (*smaller, laid.area):
+    for block in sorted(known, key=_by_size):
         if size > block.bytes:
             continue  # as large as the one before
         if (size if is_split(block.bytes, size) else block.bytes) > most:
@@ -486,6 +503,11 @@ def is_as_laid(device: Device, laid: Laid, free: Mapping[int, int], most: int) -
         del tensor
         size = block.bytes + ALIGNMENT
     return True
+
+
+def _by_size(block: Block) -> tuple[int, int]:
+    """In the order in which the allocator hands out what is free."""
+    return block.bytes, block.address
 
 
 def is_in_force(device: Device, laid: Laid) -> bool:

@@ -122,19 +122,6 @@ class Options:
             raise TypeError(f"plan is a remat.Plan: remat.Plan.load(...), not {self.plan!r}")
 
 
-@dataclass(frozen=True)
-class _Pooled:
-    """How the memory that a step finds differs from what it is planned for.
-
-    Attributes:
-      slots_taken: something else lies in slots for batches and results.
-      drifted: other memory is free.
-    """
-
-    slots_taken: bool = False
-    drifted: bool = False
-
-
 class CompiledStep:
     """One training step for one set of shapes, inside a budget.
 
@@ -361,12 +348,12 @@ class CompiledStep:
                 return self._inside()(*flat)
             self._keep_layout()
             while True:
-                with self._settled() as pooled:
-                    if pooled == _Pooled():
+                with self._settled() as found:
+                    if found == allocator.Found():
                         self._ran = True
                         self._drifts = max(0.0, self._drifts - _MADE_UP)
                         return self._run(*flat)
-                self._drifted(pooled)
+                self._drifted(found)
         except tf.errors.ResourceExhaustedError as error:
             raise tf.errors.ResourceExhaustedError(
                 error.node_def,
@@ -608,22 +595,22 @@ class CompiledStep:
             )
 
     @contextmanager
-    def _settled(self) -> Iterator[_Pooled]:
+    def _settled(self) -> Iterator[allocator.Found]:
         """Puts the pool into the state that the plan is for; yields what is otherwise."""
         pool = self.prepared.pool
         if self._laid is None or not pool.quiet:
-            yield _Pooled()
+            yield allocator.Found()
             return
         free = pool.free_slots
-        with allocator.settled(self.device, self._laid, free) as enough:
+        with allocator.settled(self.device, self._laid, free) as found:
             in_use = allocator.bytes_in_use(self.device)
-            known = not self._ran or in_use == self._settled_bytes
-            as_laid = enough and (
-                known or allocator.is_as_laid(self.device, self._laid, free, self.plan.peak)
-            )
-            if as_laid:
+            if found == allocator.Found() and self._ran and in_use != self._settled_bytes:
+                most = self.plan.peak
+                as_laid = allocator.is_as_laid(self.device, self._laid, free, most)
+                found = replace(found, drifted=not as_laid)
+            if not found.drifted:
                 self._settled_bytes = in_use
-            yield _Pooled(slots_taken=not enough, drifted=not as_laid)
+            yield found
 
     def _keep_layout(self) -> None:
         """Divides memory again if another step has divided it anew."""
@@ -631,7 +618,7 @@ class CompiledStep:
         if laid is not None and quiet and not allocator.is_in_force(self.device, laid):
             self._lay_again(lambda: allocator.latest(self.device, self.prepared.pool.slots))
 
-    def _drifted(self, pooled: _Pooled) -> None:
+    def _drifted(self, found: allocator.Found) -> None:
         """Something else has been allocated, or freed, since the step was planned: plans
         for what is left, and after some times of that without places for tensors."""
         laid = self._laid
@@ -639,7 +626,7 @@ class CompiledStep:
         self._drifts += 1
         try:
             if self._drifts <= _DRIFTS:
-                anew = pooled.slots_taken
+                anew = found.slots_taken
                 self._lay_again(
                     lambda: None if anew else allocator.renewed(self.device, laid, self.budget)
                 )

@@ -146,7 +146,7 @@ results = [take(3 << 20) for _ in range(2)]
 inside = offsets(batches + results)
 del batches[1:], results[1:]
 free = pool.free_slots
-with allocator.settled(device, laid, free) as enough:
+with allocator.settled(device, laid, free) as seen:
     # One result and two batches are free, and no more.
     all_three = [take(3 << 20), take(1 << 20), take(1 << 20)]
     taken = offsets(all_three)
@@ -161,7 +161,7 @@ answer(
     area=offsets([take(layout.area)])[0],
     used=layout.in_use + sum([*layout.before, *layout.after]) + layout.slots_end + layout.area,
     taken=taken,
-    enough=enough,
+    as_laid=seen == allocator.Found(),
     elsewhere=elsewhere,
 )
 """,
@@ -174,7 +174,7 @@ answer(
     assert all(0 <= offset < found["slots_end"] for offset in found["inside"])
     assert found["area"] == found["slots_end"]
     assert found["used"] == 40 << 20
-    assert found["enough"]
+    assert found["as_laid"]
     assert all(offset in found["inside"] for offset in found["taken"])
     assert not 0 <= found["elsewhere"] < found["slots_end"]
 
@@ -379,10 +379,9 @@ def test_what_functions_hold_while_they_run_is_predicted(kind: str, check: bool)
     """An update in a branch that is taken every third step; the turns of a loop; by the
     model alone, and corrected by a trial.
 
-    What operations of a turn or a branch hold at once depends on how the threads fall out: of
-    ten runs two took 4 % more than the others in the branch, where two operations overlapped,
-    and a trial corrects to the most that it has seen.  What a branch assigns moves, and may
-    take a slot: memory is then divided anew, and up to 18 % more have been seen.
+    What operations of a turn or a branch hold at once depends on how the threads fall out:
+    two operations that overlap are 5 % of the peak in the branch, and a trial corrects to the
+    most that it has seen.
     """
     found = run(
         f"""
@@ -407,7 +406,7 @@ answer(predicted=step.plan.peak, peaks=peaks)
         COUNTED,
     )
     assert max(found["peaks"]) == pytest.approx(
-        found["predicted"], rel=0.2 if kind == "branch" else 0.04
+        found["predicted"], rel=0.06 if kind == "branch" else 0.04
     )
 
 
