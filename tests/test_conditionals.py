@@ -49,6 +49,12 @@ tf.cond(even, lambda: tf.ensure_shape(
     "in a function that is called": """
 called(x @ w[0]) @ w[1]
 """,
+    "variables assigned in a branch": """
+tf.cond(even, lambda: swap(x @ w[0] / 9.0), lambda: clear(x @ w[1]))
+""",
+    "variables assigned in a loop": """
+again(lambda x: tf.cond(even, lambda: clear(swap(x @ w[0] / 9.0)), lambda: swap(x / 3.0)), x)
+""",
     "numbers only": """
 x * tf.cond(even, lambda: 0.5, lambda: 2.0) / tf.cond(tf.constant(True), lambda: 3.0, lambda: 1.0)
 """,
@@ -72,15 +78,29 @@ def trained(value, wrapped):
     tf.random.set_seed(7)
     rng = np.random.default_rng(0)
     w = [tf.Variable(rng.normal(size=(16, 16)) / 4, dtype=tf.float32) for _ in range(4)]
-    count, logged = tf.Variable(0), tf.Variable(tf.zeros((8, 16)))
+    count, logged, other = tf.Variable(0), *(tf.Variable(tf.ones((8, 16))) for _ in range(2))
 
     def log(x):
         logged.assign_add(x / 3.0)
         return x
 
+    def swap(x):  # what is read is what was there before
+        one, two = logged.read_value(), other.read_value()
+        logged.assign(two)
+        other.assign(one / 3.0)
+        logged.assign(logged + x)
+        return x + one
+
+    def clear(x):
+        before = tf.reduce_sum(other)
+        other.assign(tf.zeros((8, 16)))
+        return x * before
+
     def step(x):
         count.assign_add(1)
-        names = dict(x=x, w=w, count=count, even=count % 2 == 0, log=log)
+        names = dict(
+            x=x, w=w, count=count, even=count % 2 == 0, log=log, swap=swap, clear=clear
+        )
         with tf.GradientTape() as tape:
             y = eval(value, globals() | names)
             loss = tf.reduce_mean(tf.square(tf.nn.gelu(y @ w[3] / 5.0)))
@@ -94,7 +114,7 @@ def trained(value, wrapped):
 
     run = wrapped(step)
     x = tf.constant(rng.normal(size=(8, 16)), tf.float32)
-    return [run(x).numpy() for _ in range(6)] + [v.numpy() for v in [*w, count, logged]]
+    return [run(x).numpy() for _ in range(6)] + [v.numpy() for v in [*w, count, logged, other]]
 
 def compare(value):
     plain = trained(value, tf.function)
