@@ -68,6 +68,7 @@ _UNPLACED_SETTLING = 5  # ... and, where the allocator chooses the places, until
 # Times that memory may be found otherwise; steps in between that find it as planned make up
 # for some.
 _DRIFTS, _MADE_UP = 8.0, 0.25
+_ATTEMPTS = 3  # at a plan for what one step finds
 _MEASURING = threading.RLock()  # the allocator's counters are the whole process's
 # Stateful operations whose effects a trial run can undo: it puts variables back, and
 # a fresh lowering resets random states.
@@ -173,6 +174,7 @@ class CompiledStep:
         self._laid: allocator.Laid | None = None
         self._settled_bytes: int | None = None  # in use when memory was last found as laid
         self._drifts = 0.0  # see _DRIFTS
+        self._warned_often = False
         self._unplaced: tuple[Prepared, Planned, Callable[..., list[tf.Tensor]]] | None = None
         self._kept: list[Any] = []  # generators of calls inside other functions
         self._unfed: Unfed | None = None
@@ -347,13 +349,15 @@ class CompiledStep:
             if tf.inside_function():
                 return self._inside()(*flat)
             self._keep_layout()
+            attempts = 0
             while True:
                 with self._settled() as found:
-                    if found == allocator.Found():
+                    if found == allocator.Found() or attempts == _ATTEMPTS:
                         self._ran = True
                         self._drifts = max(0.0, self._drifts - _MADE_UP)
                         return self._run(*flat)
                 self._drifted(found)
+                attempts += 1
         except tf.errors.ResourceExhaustedError as error:
             raise tf.errors.ResourceExhaustedError(
                 error.node_def,
@@ -620,23 +624,28 @@ class CompiledStep:
 
     def _drifted(self, found: allocator.Found) -> None:
         """Something else has been allocated, or freed, since the step was planned: plans
-        for what is left, and after some times of that without places for tensors."""
+        for what is left, and after some times of that without places for tensors, where
+        there is room for what is free in pieces then."""
         laid = self._laid
         assert laid is not None
         self._drifts += 1
+        often, tight = self._drifts > _DRIFTS, allocator.is_tight(self.device, self.budget)
+        if often and not (tight and self._warned_often):
+            self._warned_often = True
+            how = "each time" if tight else "without places for tensors"
+            warnings.warn(
+                "memory is allocated beside the step again and again (an input pipeline that "
+                f"prefetches, results that are kept): planning {how}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
         try:
-            if self._drifts <= _DRIFTS:
+            if tight or not often:
                 anew = found.slots_taken
                 self._lay_again(
                     lambda: None if anew else allocator.renewed(self.device, laid, self.budget)
                 )
                 return
-            warnings.warn(
-                "memory is allocated beside the step again and again (an input pipeline that "
-                "prefetches, results that are kept): planning without places for tensors",
-                RuntimeWarning,
-                stacklevel=4,
-            )
             self._unplace()
             try:
                 with ProgressLine(self.options.verbose) as say:
