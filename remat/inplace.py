@@ -22,6 +22,8 @@ from .program import Program, constant_node
 WRITTEN_IN_PLACE = (tf.float32, tf.float64)
 """The types of variables that every device can write a new value into, but for scalars."""
 
+_PIECES = ("Enter", "Switch", "_SwitchN")  # of control flow that is in pieces
+
 # What holds which variables, by the name of an argument: more than one if it is called with more.
 _Given = dict[str, set[tf.TensorSpec]]
 
@@ -103,6 +105,8 @@ def _given(program: Program) -> Mapping[str, _Given]:
 def _rewrite(function: FunctionDef, given: Mapping[str, Set[tf.TensorSpec]]) -> int:
     """Writes what a function assigns in place; returns how many assignments that are."""
     nodes = {node.name: node for node in function.node_def}
+    if any(node.op in _PIECES for node in function.node_def):
+        return 0  # what waits for something in there might wait for what never runs
     found: list[tuple[NodeDef, tf.TensorSpec]] = []
     for node in function.node_def:
         if node.op == "AssignVariableOp":

@@ -111,9 +111,12 @@ class _Update:
             read = ops[source]
             if read.shapes[number] != shape:
                 return read.shapes[number] == ()  # read as a whole
-            # Another variable's rows could be read after what overwrites it.
-            own = read.kind is not Kind.READ or read.inputs[0] == op.inputs[0]
-            return own or source not in awaited
+            if read.kind is not Kind.READ:
+                return True
+            # Each block reads anew: what is there by then must be what was read.
+            if read.inputs[0] == op.inputs[0]:
+                return source in op.controls
+            return source not in awaited
 
         size = program.variable_bytes.get(op.inputs[0][0], 0)
         value, number = op.inputs[1]
