@@ -29,7 +29,7 @@ from .planning import StepPlan
 from .solvers import InfeasibleBudgetError, PlanError
 from .solvers.budget import format_bytes, is_share
 from .step import CompiledStep, Options, draws
-from .trace import TraceError, tracing
+from .trace import TAKEN, TraceError, tracing
 
 Signature = tuple[tf.TensorSpec, ...]
 
@@ -240,7 +240,13 @@ class Function:
         else:
             bound.apply_defaults()
             call = _Call.of(bound, self._name)
-            step, signature, values = call.of_tensors(self._step), list(call.specs), call.tensors
+            names = [TAKEN] * len(call.names) if self._way == "fit" else call.names
+            step, signature, values = call.of_tensors(self._step), call.specs(names), call.tensors
+            if traced_for is not None:
+                traced_for = [
+                    tf.TensorSpec(spec.shape, spec.dtype, name)
+                    for spec, name in zip(traced_for, names, strict=True)
+                ]
             key = (call.key, self._traced_for)
             trace = key if self._traced_for is None else (call.kind, self._traced_for)
         replica = tf.distribute.get_replica_context()
@@ -345,13 +351,15 @@ class _Call:
     Attributes:
       nest: the arguments and keyword arguments.
       leaves: of the nest, ``_TENSOR`` where there is a tensor.
-      tensors: the tensors, or the specs that stand for them.
+      tensors: the tensors, or the specs that stand for them; names: of the arguments
+        that they are, or are in, as ``tf.function`` names them.
       key: equal for calls that one plan serves; kind: for those of tensors of any shape.
     """
 
     nest: tuple[Any, ...]
     leaves: list[Any]
     tensors: list[Any]
+    names: list[str]
     key: Hashable
     kind: Hashable
 
@@ -365,9 +373,10 @@ class _Call:
         nest = (bound.args, bound.kwargs)
         leaves: list[Any] = []
         tensors: list[Any] = []
+        names: list[str] = []
         keys: list[Hashable] = [repr(tf.nest.map_structure(lambda leaf: None, nest))]
         kinds = keys[:]
-        for leaf in tf.nest.flatten(nest):
+        for argument, leaf in zip(_names(bound), tf.nest.flatten(nest), strict=True):
             if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)):
                 raise TraceError(
                     f"{name}: {_where(bound, leaf)} is a {type(leaf).__name__}; remat needs dense "
@@ -376,6 +385,7 @@ class _Call:
             if isinstance(leaf, (tf.Tensor, tf.TensorSpec, np.ndarray, np.generic)):
                 tensor = leaf if isinstance(leaf, tf.TensorSpec) else tf.convert_to_tensor(leaf)
                 tensors.append(tensor)
+                names.append(argument)
                 leaves.append(_TENSOR)
                 keys.append((tuple(tensor.shape), tensor.dtype))
                 kinds.append(tensor.dtype)
@@ -383,12 +393,12 @@ class _Call:
                 leaves.append(leaf)
                 keys.append((type(leaf), leaf if isinstance(leaf, _CONSTANTS) else id(leaf)))
                 kinds.append(keys[-1])
-        return _Call(nest, leaves, tensors, tuple(keys), tuple(kinds))
+        return _Call(nest, leaves, tensors, names, tuple(keys), tuple(kinds))
 
-    @property
-    def specs(self) -> tuple[tf.TensorSpec, ...]:
-        """Shape and dtype of each tensor."""
-        return tuple(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in self.tensors)
+    def specs(self, names: Sequence[str]) -> list[tf.TensorSpec]:
+        """Shape and dtype of each tensor, under these names."""
+        pairs = zip(self.tensors, names, strict=True)
+        return [tf.TensorSpec(tensor.shape, tensor.dtype, name) for tensor, name in pairs]
 
     def of_tensors(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """``step`` as a function of the tensors alone, all else as in this call.
@@ -408,6 +418,18 @@ class _Call:
 
 _numbers = itertools.count()
 _TENSOR = object()  # stands for a tensor among other leaves
+
+
+def _names(bound: inspect.BoundArguments) -> list[str]:
+    """For each leaf of the arguments the name that ``tf.function`` gives to the argument."""
+    arguments: list[tuple[str, Any]] = []
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            arguments += [(f"{name}_{i}", value) for i, value in enumerate(bound.arguments[name])]
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            arguments.append((name, bound.arguments[name]))
+    arguments += sorted(bound.kwargs.items())
+    return [name for name, value in arguments for _ in tf.nest.flatten(value)]
 
 
 def _where(bound: inspect.BoundArguments, wanted: Any) -> str:

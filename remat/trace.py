@@ -39,6 +39,9 @@ from .pieces import CALLS, SHAPES, UnknownFormError, name_of
 _ARGUMENT, _RESULT = "_Arg", "_Retval"  # operations of a function's graph
 _COUNTING = ("Where", "Unique", "ListDiff", "DynamicPartition", "NonMaxSuppression")
 _HANDLE_DTYPES, _HANDLE_SHAPES = "_handle_dtypes", "_handle_shapes"  # TensorFlow's own names
+TAKEN = "IteratorGetNext"
+"""The name of arguments that the plain step takes from an iterator."""
+
 _numbers = itertools.count()
 _here = threading.local()
 
@@ -360,7 +363,10 @@ def _as_in_the_runtime(graph_def: graph_pb2.GraphDef, plain: Any) -> tuple[list[
     taken = nodes.keys() - {tensor.op.name for tensor in graph.inputs}
     names: dict[str, str] = {}  # of the inputs, here and in the runtime
     for index, (tensor, argument) in enumerate(zip(graph.inputs, signature.input_arg, strict=True)):
+        # Of an iterator's it is in front of all others, which are behind that of a call.
         name = argument.name
+        if tensor.op.name.startswith(TAKEN):
+            name = tensor.op.name.replace(TAKEN, "0", 1)
         while name in taken:
             name += "_"
         taken.add(name)

@@ -137,6 +137,33 @@ def test_same_bits_as_tf_function(name: str) -> None:
     assert found["recomputed"] > 0
 
 
+def test_arguments_are_added_where_their_names_are_in_the_alphabet() -> None:
+    """TensorFlow sorts the terms of sums by name, and adds three of them in that order."""
+    found = run(
+        """
+exact()
+
+def before(a, *rest, other=None):
+    return tf.sin(a) + rest[0] + other["z"], tf.tanh(other["z"]) + other["z"] + rest[1]
+
+def after(z, y=None):
+    return z + tf.exp(z) + tf.tanh(z), z + tf.sin(y) + y
+
+rng = np.random.default_rng(0)
+a, b, c = (tf.constant(rng.normal(size=(64, 32)), tf.float32) for _ in range(3))
+found = {}
+for function, args, kwargs in ((before, (a, b, c), {"other": {"z": b}}), (after, (a,), {"y": b})):
+    ours = remat.function(function, budget="64MiB", profile={}, check=False)
+    found[function.__name__] = same(
+        tf.function(function)(*args, **kwargs), ours(*args, **kwargs)
+    )
+answer(**found)
+""",
+        _UNCOUNTED,
+    )
+    assert found == {"before": True, "after": True}
+
+
 def test_one_plan_for_each_signature() -> None:
     found = run(
         _PRELUDE
