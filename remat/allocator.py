@@ -27,6 +27,7 @@ UNWRITTEN = "_ParallelConcatStart"
 ``tf.parallel_stack``, with the shape as an attribute."""
 
 _SMALLEST_CLAIM = 1 << 20  # bytes
+_TRIES = 3  # at a slot, among other free chunks of its size
 _SMALL_SLOT = GRAIN - ALIGNMENT  # bytes of a slot for small values
 # Of what is free, until it is not in one piece; a chunk that is little larger is had whole.
 _SHARES = (0.4, 0.6, 0.8, 0.9, 0.97)
@@ -234,7 +235,10 @@ def lay_out(
       (``LEAST_AREA``).
     """
     in_use = bytes_in_use(device)
-    block, others = _free_chunks(device, block, budget)
+    try:
+        block, others = _free_chunks(device, block, budget)
+    except tf.errors.ResourceExhaustedError:
+        return None  # the block is an old one, and has been cut up
     sizes = pool.slots
     end = slots_end(sizes)
     cuts = _made_uneven(device, others, sizes)
@@ -278,7 +282,7 @@ def renewed(device: Device, laid: Laid, budget: int) -> Laid | None:
       budget: bytes, everything included.
 
     Returns:
-      The layout; None if too little is left of the budget in one piece (``LEAST_AREA``).
+      The layout; None if nothing is left behind the slots, or none of those for small values.
     """
     layout = laid.layout
     known = max((layout.area, *layout.before, *layout.after))
@@ -304,9 +308,9 @@ def renewed(device: Device, laid: Laid, budget: int) -> Laid | None:
     blocks.sort(key=lambda block: block.address)
     end = laid.block.address + laid.block.bytes
     within = [block for block in blocks if slots.stop <= block.address < end]
-    area = max(within, key=lambda block: min(block.bytes, left), default=Block(0, 0))
-    if min(area.bytes, left) < LEAST_AREA * left:
+    if not within:
         return None
+    area = max(within, key=lambda block: min(block.bytes, left))
     blocks.remove(area)
     lower = [block.bytes for block in blocks if block.address < slots.start]
     beyond = [block.bytes for block in within if block != area]
@@ -452,19 +456,26 @@ def settled(device: Device, laid: Laid, free: Mapping[int, int]) -> Iterator[Fou
     Yields:
       Whether there were as many, and what comes after them is what it was.
     """
-    slots, beside = laid.slots, laid.beside
+    slots = laid.slots
     drifted = False
     found: dict[int, list[tf.Tensor]] = {}
+    others: list[tf.Tensor] = []  # what is as large as a slot, and may serve in its stead
     for size in sorted(free, reverse=True):  # a small one must not take a large slot
         found[size] = []
-        while True:
+        after = next((block.address for block in laid.beside if block.bytes >= size), None)
+        tries = _TRIES
+        while tries > 0:
             tensor = _chunk(device, size)[0]
-            if address(tensor) not in slots:
+            if address(tensor) in slots:
+                found[size].append(tensor)
+                continue
+            tries -= 1
+            if address(tensor) == after:
                 break
-            found[size].append(tensor)
-        next_one = next((block.address for block in beside if block.bytes >= size), None)
-        drifted |= address(tensor) != next_one
+            drifted = True
+            others.append(tensor)
         del tensor
+    others.clear()
     enough = all(len(found[size]) >= count for size, count in free.items())
     for size, count in free.items():
         del found[size][:count]
