@@ -241,6 +241,12 @@ class Layout:
         start = self.in_use + sum(self.before)
         return range(start, start + self.slots_end)
 
+    @cached_property
+    def slots_at(self) -> dict[int, int]:
+        """The size of each slot, by where it starts."""
+        start = self.slot_addresses.start
+        return {start + slots_end(self.slots[:i]): size for i, size in enumerate(self.slots)}
+
     def serves(self, slots: Iterable[int]) -> bool:
         """Whether each of ``slots`` finds one here."""
         free = sorted(self.slots)

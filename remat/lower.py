@@ -21,7 +21,7 @@ from tensorflow.core.framework.function_pb2 import FunctionDef
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context
 
-from .allocator import UNWRITTEN
+from .allocator import UNWRITTEN, bytes_in_use, device_at_hand
 from .conditionals import CONDITIONALS
 from .executor import ONE_BY_ONE
 from .memory import Event, Fillers
@@ -137,10 +137,16 @@ def _runs_one_by_one(program: Program) -> bool:
 
 def held_constants(program: Program) -> dict[int, tf.Tensor]:
     """The constants that a lowered function takes as arguments, by operation."""
-    return {
-        index: tf.constant(tf.make_ndarray(program.nodes[index].attr["value"].tensor))
-        for index in program.unfolded
-    }
+    device = device_at_hand()
+    found = {}
+    for index in program.unfolded:
+        before = bytes_in_use(device) if device.counted else -1
+        constant = tf.constant(tf.make_ndarray(program.nodes[index].attr["value"].tensor))
+        if device.counted and bytes_in_use(device) == before:
+            # It lies in NumPy's memory, and not where it is foreseen.
+            constant = tf.raw_ops.DeepCopy(x=constant)
+        found[index] = constant
+    return found
 
 
 def node_name(program: Program, event: Event) -> str:

@@ -149,9 +149,10 @@ def simulate(requests: Requests, pool: Pool, fillers: Fillers | None = None) -> 
         batch, results = following, returned
     requested = max(requests.timeline(pool.resident), default=pool.resident)
     sizes = [aligned(requests.sizes[number]) for number in requests.kept]
-    slots = None if pool.layout is None else pool.layout.slot_addresses
+    # A slot as a whole, and no part of a larger one.
+    slots = None if pool.layout is None else pool.layout.slots_at
     settled = slots is None or all(
-        size < GRAIN or (size == chunk.size and chunk.address in slots)
+        size < GRAIN or size == chunk.size == slots.get(chunk.address)
         for size, chunk in zip(sizes, results, strict=True)
     )
     return Usage(peak, arena.footprint, requested, tuple(held), settled)
