@@ -15,7 +15,7 @@ import threading
 import types
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -421,15 +421,34 @@ _TENSOR = object()  # stands for a tensor among other leaves
 
 
 def _names(bound: inspect.BoundArguments) -> list[str]:
-    """For each leaf of the arguments the name that ``tf.function`` gives to the argument."""
+    """For each leaf of the arguments the name that ``tf.function`` gives it."""
     arguments: list[tuple[str, Any]] = []
     for name, parameter in bound.signature.parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
             arguments += [(f"{name}_{i}", value) for i, value in enumerate(bound.arguments[name])]
         elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             arguments.append((name, bound.arguments[name]))
-    arguments += sorted(bound.kwargs.items())
-    return [name for name, value in arguments for _ in tf.nest.flatten(value)]
+    names: list[str] = []
+    for name, value in (*arguments, *sorted(bound.kwargs.items())):
+        count = len(tf.nest.flatten(value))
+        # It numbers them in the order of the dictionaries, and flattens them in that of the keys.
+        numbers = list(_leaves(tf.nest.pack_sequence_as(value, list(range(count)))))
+        if sorted(numbers) != list(range(count)):
+            numbers = list(range(count))  # a nest of another kind
+        places = sorted(range(count), key=numbers.__getitem__)
+        names += [f"{name}_{place}" if place else name for place in places]
+    return names
+
+
+def _leaves(nest: Any) -> Iterator[Any]:
+    """Those of a nest of dictionaries, lists and tuples, as they come."""
+    if isinstance(nest, Mapping):
+        nest = nest.values()
+    elif not isinstance(nest, (list, tuple)):
+        yield nest
+        return
+    for one in nest:
+        yield from _leaves(one)
 
 
 def _where(bound: inspect.BoundArguments, wanted: Any) -> str:

@@ -149,10 +149,17 @@ def before(a, *rest, other=None):
 def after(z, y=None):
     return z + tf.exp(z) + tf.tanh(z), z + tf.sin(y) + y
 
+def nested(d):
+    return tf.sin(d["z"]) + d["z"] + d["a"], d["a"] + d["z"] + tf.tanh(d["a"])
+
 rng = np.random.default_rng(0)
 a, b, c = (tf.constant(rng.normal(size=(64, 32)), tf.float32) for _ in range(3))
 found = {}
-for function, args, kwargs in ((before, (a, b, c), {"other": {"z": b}}), (after, (a,), {"y": b})):
+for function, args, kwargs in (
+    (before, (a, b, c), {"other": {"z": b}}),
+    (after, (a,), {"y": b}),
+    (nested, ({"z": a, "a": b},), {}),
+):
     ours = remat.function(function, budget="64MiB", profile={}, check=False)
     found[function.__name__] = same(
         tf.function(function)(*args, **kwargs), ours(*args, **kwargs)
@@ -161,7 +168,7 @@ answer(**found)
 """,
         _UNCOUNTED,
     )
-    assert found == {"before": True, "after": True}
+    assert found == {"before": True, "after": True, "nested": True}
 
 
 def test_one_plan_for_each_signature() -> None:
