@@ -106,14 +106,15 @@ def test_what_does_not_fit_is_said() -> None:
     assert not placement.fillers
 
 
-def test_results_must_return_to_their_slots() -> None:
+@pytest.mark.parametrize("batch", [(), (6 * MIB,)], ids=["into the area", "into a larger slot"])
+def test_results_must_return_to_their_slots(batch: tuple[int, ...]) -> None:
     """Else the next step finds other memory than this one: something of a result's
     size that is held while the result is made takes its slot, unless it is placed."""
     size = 2 * MIB
     area = 16 * MIB
-    slots = Pool(held=(), results=(size,)).slots
+    slots = Pool(held=(), arguments=batch, results=(size,)).slots
     layout = Layout(in_use=0, before=(), slots=slots, area=area)
-    pool = Pool(held=(), results=(size,), layout=layout, quiet=True)
+    pool = Pool(held=(), arguments=batch, results=(size,), layout=layout, quiet=True)
     beside = Requests((size, size), ((0,), (1,), ()), ((), (), (0,)), (1,), ())
     after = Requests((size, size), ((0,), (), (1,)), ((), (0,), ()), (1,), ())
     assert not simulate(beside, pool).settled
