@@ -196,7 +196,17 @@ def _program(traced: Trace) -> Program:
     def made(fold: bool) -> Program:
         return merge_bias_gradients(build(traced, fold=fold))
 
-    return order_sums(made(fold=True), lambda: made(fold=False))
+    def plain() -> Program:
+        """As TensorFlow runs it, nothing folded."""
+        program = made(fold=False)
+        if not traced.owns_arguments:
+            return program
+        # An operation may take over their buffers.
+        taken = {index: replace(program.ops[index], kind=Kind.ONCE) for index in program.inputs}
+        ops = (taken.get(index, op) for index, op in enumerate(program.ops))
+        return replace(program, ops=tuple(ops))
+
+    return order_sums(made(fold=True), plain)
 
 
 def plain_usage(program: Program, workspace: Mapping[int, int], pool: Pool) -> Usage:

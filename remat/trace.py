@@ -42,6 +42,8 @@ _HANDLE_DTYPES, _HANDLE_SHAPES = "_handle_dtypes", "_handle_shapes"  # TensorFlo
 TAKEN = "IteratorGetNext"
 """The name of arguments that the plain step takes from an iterator."""
 
+_IN_FRONT = "0"  # in front of their names in the traced graph: those of others begin with letters
+
 _numbers = itertools.count()
 _here = threading.local()
 
@@ -94,6 +96,11 @@ class Trace:
     structured_outputs: Any
     plain: Any
     pieces: graph_pb2.GraphDef
+
+    @property
+    def owns_arguments(self) -> bool:
+        """Whether they come from an iterator, so that nobody else holds them."""
+        return any(name.startswith(_IN_FRONT) for name in self.inputs)
 
 
 def trace(
@@ -366,7 +373,7 @@ def _as_in_the_runtime(graph_def: graph_pb2.GraphDef, plain: Any) -> tuple[list[
         # Of an iterator's it is in front of all others, which are behind that of a call.
         name = argument.name
         if tensor.op.name.startswith(TAKEN):
-            name = tensor.op.name.replace(TAKEN, "0", 1)
+            name = tensor.op.name.replace(TAKEN, _IN_FRONT, 1)
         while name in taken:
             name += "_"
         taken.add(name)
