@@ -106,7 +106,7 @@ def place(requests: Requests, pool: Pool, ceiling: int, *, seed: int = 0) -> Pla
         [first[number] for number in rooms],
         [last[number] for number in rooms],
     )
-    starts, height = pack(blocks, capacity, walls, seed=seed)
+    starts, height = pack(blocks, max(capacity, GRAIN), walls, seed=seed)
     if height > capacity:
         return Placement({}, height, capacity)
     cells = {}
