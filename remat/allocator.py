@@ -186,15 +186,13 @@ class Laid:
       layout: how the pool is divided.
       block: where the slots and the area are.
       walls: what keeps them apart; given up when the block is divided anew.
-      area: where the area is.
-      beside: it and what else is free and smaller, from ``GRAIN`` bytes on, by size.
+      beside: the area and what else is free and smaller, from ``GRAIN`` bytes on, by size.
     """
 
     layout: Layout
     block: Block
     walls: list[tf.Tensor]
-    area: Block
-    beside: tuple[Block, ...]
+    beside: tuple[Block, ...] = ()
 
     @property
     def slots(self) -> range:
@@ -268,9 +266,7 @@ def lay_out(
     move()  # while everything else is taken
     del slots
     others.clear()
-    part = Block(block.address + end, area)
-    laid = Laid(Layout(in_use, (), sizes, area), block, walls, part, (part,))
-    return renewed(device, laid, budget)
+    return renewed(device, Laid(Layout(in_use, (), sizes, area), block, walls), budget)
 
 
 def renewed(device: Device, laid: Laid, budget: int) -> Laid | None:
@@ -292,11 +288,10 @@ def renewed(device: Device, laid: Laid, budget: int) -> Laid | None:
     largest = max(blocks, key=lambda block: block.bytes)
     largest, free = _free_chunks(device, largest, budget)
     slots = laid.slots
-    taken = [tensor for tensor, _ in free if address(tensor) in slots]
-    small = any(chunk == _SMALL_SLOT for tensor, chunk in free if address(tensor) in slots)
+    taken = [(tensor, chunk) for tensor, chunk in free if address(tensor) in slots]
     holes = [(tensor, chunk) for tensor, chunk in free if address(tensor) not in slots]
     free.clear()
-    if largest.address in slots or not small:
+    if largest.address in slots or _SMALL_SLOT not in [chunk for _, chunk in taken]:
         return None
     # All of the slots is in use now.
     in_use = bytes_in_use(device) - sum(chunk for _, chunk in holes) - layout.slots_end
@@ -321,7 +316,7 @@ def renewed(device: Device, laid: Laid, budget: int) -> Laid | None:
     laid.walls.extend(cuts)  # the same list, which is emptied when all of it is divided anew
     smaller = [block for block in blocks if GRAIN <= block.bytes < area.bytes]
     beside = (*sorted(smaller, key=_by_size), area)
-    _laid[device.name] = Laid(layout, laid.block, laid.walls, area, beside)
+    _laid[device.name] = Laid(layout, laid.block, laid.walls, beside)
     return _laid[device.name]
 
 

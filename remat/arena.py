@@ -11,6 +11,7 @@ whole chunks.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -244,8 +245,9 @@ class Layout:
     @cached_property
     def slots_at(self) -> dict[int, int]:
         """The size of each slot, by where it starts."""
-        start = self.slot_addresses.start
-        return {start + slots_end(self.slots[:i]): size for i, size in enumerate(self.slots)}
+        lengths = (size + ALIGNMENT for size in self.slots)
+        starts = itertools.accumulate(lengths, initial=self.slot_addresses.start)
+        return dict(zip(starts, self.slots, strict=False))
 
     def serves(self, slots: Iterable[int]) -> bool:
         """Whether each of ``slots`` finds one here."""

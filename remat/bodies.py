@@ -13,7 +13,7 @@ from tensorflow.core.framework.function_pb2 import FunctionDef
 from .conditionals import CONDITIONALS
 from .loops import LOOPS
 from .memory import creation_events, requests
-from .pieces import CALLS
+from .pieces import CALLS, runs
 from .program import Program, Tensor, build
 from .trace import Trace, TraceError, function_graph, imported, loop_bodies, variable_node
 
@@ -34,9 +34,7 @@ def held_inside(program: Program) -> dict[int, int]:
     for index, op in enumerate(program.ops):
         if op.type not in (*LOOPS, *CONDITIONALS, *CALLS, *library):
             continue
-        attributes = program.nodes[index].attr.values()
-        names = [op.type, *(f.name for value in attributes for f in (value.func, *value.list.func))]
-        functions = [library[name] for name in names if name in library]
+        functions = [library[name] for name in runs(program.nodes[index]) if name in library]
         most = max((_most(program, op.inputs, function) for function in functions), default=0)
         if op.type not in LOOPS:
             most -= sum(op.bytes)

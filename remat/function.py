@@ -232,6 +232,7 @@ class Function:
         key: Hashable = None
         trace: Hashable = None  # what plain TensorFlow traces apart, with generators of its own
         traced_for: Sequence[Any] | None = self._traced_for
+        call: _Call | None = None
         if self._input_signature is not None:
             step, signature, values = self._step, self._filled(bound.args), list(bound.args)
             if signature != self._input_signature:
@@ -240,13 +241,7 @@ class Function:
         else:
             bound.apply_defaults()
             call = _Call.of(bound, self._name)
-            names = [TAKEN] * len(call.names) if self._way == "fit" else call.names
-            step, signature, values = call.of_tensors(self._step), call.specs(names), call.tensors
-            if traced_for is not None:
-                traced_for = [
-                    tf.TensorSpec(spec.shape, spec.dtype, name)
-                    for spec, name in zip(traced_for, names, strict=True)
-                ]
+            step, signature, values = self._step, [], call.tensors
             key = (call.key, self._traced_for)
             trace = key if self._traced_for is None else (call.kind, self._traced_for)
         replica = tf.distribute.get_replica_context()
@@ -265,6 +260,13 @@ class Function:
                     if (place, other) == (number, key) and not planned.shares_generators:
                         self._compiled.setdefault(met, planned)  # one plan for every way
                 if met not in self._compiled:
+                    if call is not None:
+                        names = call.names()
+                        if self._way == "fit":
+                            names = [TAKEN] * len(names)
+                        step, signature = call.of_tensors(step), _named(call.tensors, names)
+                        if traced_for is not None:
+                            traced_for = _named(traced_for, names)
                     if replica is not None and replica.num_replicas_in_sync > 1:
                         step = collectives.planned_apart(
                             step, self._number, self._drawn, repr(traced_for)
@@ -349,17 +351,17 @@ class _Call:
     """The arguments of one call, tensors apart from the rest.
 
     Attributes:
+      bound: the arguments, by parameter.
       nest: the arguments and keyword arguments.
       leaves: of the nest, ``_TENSOR`` where there is a tensor.
-      tensors: the tensors, or the specs that stand for them; names: of the arguments
-        that they are, or are in, as ``tf.function`` names them.
+      tensors: the tensors, or the specs that stand for them.
       key: equal for calls that one plan serves; kind: for those of tensors of any shape.
     """
 
+    bound: inspect.BoundArguments
     nest: tuple[Any, ...]
     leaves: list[Any]
     tensors: list[Any]
-    names: list[str]
     key: Hashable
     kind: Hashable
 
@@ -373,10 +375,9 @@ class _Call:
         nest = (bound.args, bound.kwargs)
         leaves: list[Any] = []
         tensors: list[Any] = []
-        names: list[str] = []
         keys: list[Hashable] = [repr(tf.nest.map_structure(lambda leaf: None, nest))]
         kinds = keys[:]
-        for argument, leaf in zip(_names(bound), tf.nest.flatten(nest), strict=True):
+        for leaf in tf.nest.flatten(nest):
             if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)):
                 raise TraceError(
                     f"{name}: {_where(bound, leaf)} is a {type(leaf).__name__}; remat needs dense "
@@ -385,7 +386,6 @@ class _Call:
             if isinstance(leaf, (tf.Tensor, tf.TensorSpec, np.ndarray, np.generic)):
                 tensor = leaf if isinstance(leaf, tf.TensorSpec) else tf.convert_to_tensor(leaf)
                 tensors.append(tensor)
-                names.append(argument)
                 leaves.append(_TENSOR)
                 keys.append((tuple(tensor.shape), tensor.dtype))
                 kinds.append(tensor.dtype)
@@ -393,12 +393,12 @@ class _Call:
                 leaves.append(leaf)
                 keys.append((type(leaf), leaf if isinstance(leaf, _CONSTANTS) else id(leaf)))
                 kinds.append(keys[-1])
-        return _Call(nest, leaves, tensors, names, tuple(keys), tuple(kinds))
+        return _Call(bound, nest, leaves, tensors, tuple(keys), tuple(kinds))
 
-    def specs(self, names: Sequence[str]) -> list[tf.TensorSpec]:
-        """Shape and dtype of each tensor, under these names."""
-        pairs = zip(self.tensors, names, strict=True)
-        return [tf.TensorSpec(tensor.shape, tensor.dtype, name) for tensor, name in pairs]
+    def names(self) -> list[str]:
+        """The name that ``tf.function`` gives each tensor."""
+        pairs = zip(_names(self.bound), self.leaves, strict=True)
+        return [name for name, leaf in pairs if leaf is _TENSOR]
 
     def of_tensors(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """``step`` as a function of the tensors alone, all else as in this call.
@@ -418,6 +418,12 @@ class _Call:
 
 _numbers = itertools.count()
 _TENSOR = object()  # stands for a tensor among other leaves
+
+
+def _named(tensors: Sequence[Any], names: Sequence[str]) -> list[tf.TensorSpec]:
+    """Shape and dtype of each tensor (or spec of one), under these names."""
+    pairs = zip(tensors, names, strict=True)
+    return [tf.TensorSpec(tensor.shape, tensor.dtype, name) for tensor, name in pairs]
 
 
 def _names(bound: inspect.BoundArguments) -> list[str]:

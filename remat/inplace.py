@@ -16,12 +16,11 @@ from tensorflow.core.framework import graph_pb2, types_pb2
 from tensorflow.core.framework.function_pb2 import FunctionDef
 from tensorflow.core.framework.node_def_pb2 import NodeDef
 
-from .pieces import name_of
+from .pieces import name_of, runs
 from .program import Program, constant_node
 
-WRITTEN_IN_PLACE = (tf.float32, tf.float64)
-"""The types of variables that every device can write a new value into, but for scalars."""
-
+# The types of variables that every device can write a new value into, but for scalars.
+_WRITTEN = (tf.float32, tf.float64)
 _PIECES = ("Enter", "Switch", "_SwitchN")  # of control flow that is in pieces
 
 # What holds which variables, by the name of an argument: more than one if it is called with more.
@@ -31,9 +30,7 @@ _Given = dict[str, set[tf.TensorSpec]]
 def stays(variable: tf.TensorSpec) -> bool:
     """Whether new values of a variable are written into its buffer."""
     return bool(
-        variable.dtype in WRITTEN_IN_PLACE
-        and variable.shape.is_fully_defined()
-        and variable.shape.rank > 0
+        variable.dtype in _WRITTEN and variable.shape.is_fully_defined() and variable.shape.rank > 0
     )
 
 
@@ -80,9 +77,7 @@ def _given(program: Program) -> Mapping[str, _Given]:
     waiting: list[str] = []
 
     def call(node: NodeDef, values: Sequence[Set[tf.TensorSpec]]) -> None:
-        attributes = node.attr.values()
-        names = [node.op, *(f.name for value in attributes for f in (value.func, *value.list.func))]
-        for name in functions.keys() & set(names):
+        for name in functions.keys() & set(runs(node)):
             # What is in front of its arguments chooses among the branches.
             arguments = functions[name].signature.input_arg
             for argument, variables in zip(reversed(arguments), reversed(values), strict=False):
@@ -122,22 +117,10 @@ def _rewrite(function: FunctionDef, given: Mapping[str, Set[tf.TensorSpec]]) -> 
     for node, spec in found:
         handle, value, *controls = node.input
         # Nobody is to hold the old value any more, or the new one is written elsewhere.
-        after = _after(node, readers)
-        handles = [handle, name_of(handle), _argument(handle, nodes)]
-        holders = [
-            reader
-            for name in dict.fromkeys(handles)
-            for reader in readers.get(name, ())
-            if reader.op == "ReadVariableOp"
-        ]
-        for holder in holders:  # which grows
-            for reader in readers[holder.name]:
-                if reader.name in after or f"^{reader.name}" in controls:
-                    continue
-                controls.append(f"^{reader.name}")
-                readers[reader.name].append(node)
-                if reader.op == "Identity":
-                    holders.append(reader)
+        for holder in sorted(_holders(node, (name_of(handle), _argument(handle, nodes)), readers)):
+            if f"^{holder}" not in controls:
+                controls.append(f"^{holder}")
+                readers[holder].append(node)
         added = [
             constant_node(f"{node.name}/{end}", np.array(row, np.int32))
             for end, row in (("start", 0), ("limit", spec.shape[0]), ("delta", 1))
@@ -157,6 +140,23 @@ def _rewrite(function: FunctionDef, given: Mapping[str, Set[tf.TensorSpec]]) -> 
         node.CopyFrom(shared)
         function.node_def.extend(added)
     return len(found)
+
+
+def _holders(
+    node: NodeDef, handles: Iterable[str], readers: Mapping[str, Iterable[NodeDef]]
+) -> set[str]:
+    """What holds the value of a variable that was read, but for what comes after a node."""
+    after = _after(node, readers)
+    found: set[str] = set()
+    reads = (reader for name in dict.fromkeys(handles) for reader in readers.get(name, ()))
+    waiting = [read.name for read in reads if read.op == "ReadVariableOp"]
+    while waiting:
+        for reader in readers.get(waiting.pop(), ()):
+            if reader.name not in after and reader.name not in found:
+                found.add(reader.name)
+                if reader.op == "Identity":
+                    waiting.append(reader.name)
+    return found
 
 
 def _argument(reference: str, nodes: Mapping[str, NodeDef]) -> str:

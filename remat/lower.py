@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2, types_pb2
 from tensorflow.core.framework.function_pb2 import FunctionDef
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context
 
-from .allocator import UNWRITTEN, bytes_in_use, device_at_hand
+from .allocator import UNWRITTEN, Device, bytes_in_use, device_at_hand
 from .conditionals import CONDITIONALS
 from .executor import ONE_BY_ONE
 from .memory import Event, Fillers
@@ -68,7 +69,7 @@ def lower(
         for index in program.inputs
     ]
 
-    held = held_constants(program) if constants is None else constants
+    held = held_constants(program, device_at_hand()) if constants is None else constants
 
     def body(*arguments: tf.Tensor) -> list[tf.Tensor]:
         graph = tf.compat.v1.get_default_graph()
@@ -135,18 +136,21 @@ def _runs_one_by_one(program: Program) -> bool:
     return not any(calls(type) or has_effects(type, beside=ON_VARIABLES) for type in types)
 
 
-def held_constants(program: Program) -> dict[int, tf.Tensor]:
+def held_constants(program: Program, device: Device) -> dict[int, tf.Tensor]:
     """The constants that a lowered function takes as arguments, by operation."""
-    device = device_at_hand()
-    found = {}
-    for index in program.unfolded:
-        before = bytes_in_use(device) if device.counted else -1
-        constant = tf.constant(tf.make_ndarray(program.nodes[index].attr["value"].tensor))
-        if device.counted and bytes_in_use(device) == before:
-            # It lies in NumPy's memory, and not where it is foreseen.
-            constant = tf.raw_ops.DeepCopy(x=constant)
-        found[index] = constant
-    return found
+
+    def held(value: np.ndarray) -> tf.Tensor:
+        if not device.counted:
+            return tf.constant(value)
+        before = bytes_in_use(device)
+        constant = tf.constant(value)
+        in_numpy = bytes_in_use(device) == before  # and not where it is foreseen
+        return tf.raw_ops.DeepCopy(x=constant) if in_numpy else constant
+
+    nodes = {index: program.nodes[index] for index in program.unfolded}
+    return {
+        index: held(tf.make_ndarray(node.attr["value"].tensor)) for index, node in nodes.items()
+    }
 
 
 def node_name(program: Program, event: Event) -> str:

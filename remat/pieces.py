@@ -47,6 +47,13 @@ def name_of(reference: str) -> str:
     return reference.removeprefix("^").partition(":")[0]
 
 
+def runs(node: NodeDef) -> list[str]:
+    """The names of the functions that a node runs, its own type among them: it may be one."""
+    attributes = node.attr.values()
+    called = [f.name for value in attributes for f in (value.func, *value.list.func)]
+    return [node.op, *filter(None, called)]
+
+
 def readers(graph_def: graph_pb2.GraphDef) -> dict[str, list[NodeDef]]:
     """What reads each node, once for each edge."""
     found: dict[str, list[NodeDef]] = {node.name: [] for node in graph_def.node}

@@ -236,7 +236,7 @@ class CompiledStep:
             pool = replace(pool, layout=self._laid.layout, quiet=quiet)
             self.prepared = replace(self.prepared, pool=pool)
         # Made once: two sets of them would not find the same slots.
-        self._constants = held_constants(self.prepared.program)
+        self._constants = held_constants(self.prepared.program, self.device)
         with self._timed("solve"):
             self.planned = self._solve(None, say)
         with self._timed("lower"):
