@@ -74,17 +74,19 @@ def _traced(program: Program, given: tuple[Tensor, ...], function: FunctionDef) 
             shape = spec.shape.as_proto()
             node.CopyFrom(variable_node(node.name, spec.dtype.as_datatype_enum, shape))
     graph = imported(graph_def)
+    inputs = tuple(name for name in arguments if name not in captured)
     return Trace(
         graph_def=graph_def,
         graph=graph,
         bodies=loop_bodies(graph, graph_def),
-        inputs=tuple(name for name in arguments if name not in captured),
+        inputs=inputs,
         captures=tuple(captured.items()),
         outputs=tuple(
             tensors[function.ret[result.name]] for result in function.signature.output_arg
         ),
         targets=tuple(function.control_ret.values()),
         structured_outputs=None,
-        plain=None,
         pieces=graph_def,
+        sources=inputs,
+        taking=None,
     )

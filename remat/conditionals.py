@@ -25,6 +25,7 @@ from .pieces import (
     acts,
     as_function,
     in_order,
+    name_of,
     parted,
 )
 
@@ -160,6 +161,9 @@ class _Pieces:
                     node.input.append(reference)
                 elif number >= 0:
                     node.input.append(handed[name])
+                else:  # which says that the branch runs: once what its switch waits for is done
+                    switch = self.nodes[name_of(handed[name])]
+                    node.input.extend(r for r in switch.input if parted(r)[1] < 0)
         for name, node in self.nodes.items():
             if self.places[name] and node.op not in UNINFERABLE:
                 node.attr.pop(SHAPES, None)  # those before the rewriting

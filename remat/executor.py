@@ -42,6 +42,10 @@ INEXPENSIVE = frozenset(
     ]
 )
 
+# Kernels that work on a thread of their own: what they make ready is queued when they are
+# done, at the back, behind whatever waits for none of it.
+_ASYNCHRONOUS = frozenset(["IteratorGetNext"])
+
 
 def execution_order(types: Sequence[str], producers: Sequence[Sequence[int]]) -> list[int]:
     """Order of execution by one thread.
@@ -90,5 +94,8 @@ def execution_order(types: Sequence[str], producers: Sequence[Sequence[int]]) ->
             waiting[consumer] -= 1
             if waiting[consumer] == 0:
                 ready.append(consumer)
-        schedule(ready)
+        if types[node] in _ASYNCHRONOUS:
+            queue.extend(ready)
+        else:
+            schedule(ready)
     return order

@@ -24,6 +24,7 @@ Contracting an edge to an only successor cannot close a cycle.
 from __future__ import annotations
 
 import heapq
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -500,7 +501,8 @@ def _extra(
 def _name(program: Program, members: Sequence[int]) -> str:
     """The name of the operation that returns the most, for people."""
     largest = max(members, key=lambda index: (sum(program.ops[index].bytes), index))
-    return program.ops[largest].name
+    # In fit all of a step is in a call, whose name would say nothing.
+    return re.sub("^(Stateful)?PartitionedCall/", "", program.ops[largest].name)
 
 
 def _sorted(count: int, before: Sequence[Iterable[int]], priority: Sequence[int]) -> list[int]:

@@ -29,7 +29,7 @@ from .planning import StepPlan
 from .solvers import InfeasibleBudgetError, PlanError
 from .solvers.budget import format_bytes, is_share
 from .step import CompiledStep, Options, draws
-from .trace import TAKEN, TraceError, tracing
+from .trace import Source, TraceError, tracing
 
 Signature = tuple[tf.TensorSpec, ...]
 
@@ -121,9 +121,9 @@ class Function:
         self._name = str(name or getattr(step, "__name__", "step"))
         self._parameters = inspect.signature(step)
         self._traced_for: Signature | None = None
-        self._way = ""
-        # By replica and signature, and by the way if it draws.
-        self._compiled: dict[tuple[int, str, Hashable], CompiledStep] = {}
+        self._taken_from: Source | None = None
+        # By replica, what the arguments are taken from, and signature.
+        self._compiled: dict[tuple[int, Source | None, Hashable], CompiledStep] = {}
         self._generators: defaultdict[Any, Generators] = defaultdict(dict)  # by what is traced
         self._drawn: dict[str, int] = {}  # see collectives
         self._number = next(_numbers)  # the same in all workers, which make the same functions
@@ -141,18 +141,18 @@ class Function:
             collectives.check_side_by_side(step.prepared.program, self._name)
         return step(*tensors)
 
-    def traced_for(self, signature: Signature | None, way: str = "") -> Function:
-        """This function, with the plans it has, as ``tf.function`` traces it for less
-        than is known.
+    def traced_for(self, signature: Signature | None, taken_from: Source | None) -> Function:
+        """This function, with the plans it has, as a training loop has it traced.
 
         Args:
           signature: for each tensor among the arguments a shape that may leave
             dimensions open; None for the shapes that are met.
-          way: what calls it.  Each has a trace of its own, with other generators.
+          taken_from: what the loop takes the arguments from, inside its graph; None
+            if it calls the function with them.  Each has a trace of its own.
         """
         other = copy.copy(self)
         other._traced_for = signature
-        other._way = way
+        other._taken_from = taken_from
         return other
 
     def compiled(self, *args: Any, **kwargs: Any) -> CompiledStep:
@@ -248,7 +248,7 @@ class Function:
         number = 0  # each replica has variables and generators of its own
         if replica is not None:
             number = int(tf.get_static_value(replica.replica_id_in_sync_group))
-        met = (number, self._way, key)
+        met = (number, self._taken_from, key)
         if met not in self._compiled:
             if tf.inside_function():
                 raise TraceError(
@@ -256,14 +256,9 @@ class Function:
                     "tf.function: call it, or compiled(...) on specs, before"
                 )
             with self._lock:  # a second thread with this signature waits for the plan
-                for (place, _, other), planned in tuple(self._compiled.items()):
-                    if (place, other) == (number, key) and not planned.shares_generators:
-                        self._compiled.setdefault(met, planned)  # one plan for every way
                 if met not in self._compiled:
                     if call is not None:
                         names = call.names()
-                        if self._way == "fit":
-                            names = [TAKEN] * len(names)
                         step, signature = call.of_tensors(step), _named(call.tensors, names)
                         if traced_for is not None:
                             traced_for = _named(traced_for, names)
@@ -272,7 +267,10 @@ class Function:
                             step, self._number, self._drawn, repr(traced_for)
                         )
                     self._compiled[met] = self._planned(
-                        step, signature, traced_for, self._generators[number, self._way, trace]
+                        step,
+                        signature,
+                        traced_for,
+                        self._generators[number, self._taken_from, trace],
                     )
                     alike = sum(found[:2] == met[:2] for found in self._compiled)
                     if traced_for is not None and alike == 2:
@@ -304,6 +302,7 @@ class Function:
                     self._name,
                     autograph=self._autograph,
                     traced_for=traced_for,
+                    taken_from=self._taken_from,
                     generators=generators,
                     at_least=at_least,
                 )

@@ -10,14 +10,18 @@ the prediction fits.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import io
+import itertools
 import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+
+from tensorflow.core.framework import node_def_pb2
 
 from .arena import GRAIN, LEAST_AREA, Layout, OutOfMemoryError, Pool, aligned, slots_end
 from .calibrate import Corrections
@@ -36,7 +40,7 @@ from .memory import (
 from .onednn import merge_bias_gradients
 from .placement import place
 from .price import Prices, Profile, price
-from .program import Kind, Program, build
+from .program import Kind, Op, Program, build
 from .solvers import Graph, InfeasibleBudgetError, Plan, PlanError, Result, Status, solve
 from .solvers import simulate as simulate_schedule
 from .solvers.budget import format_bytes
@@ -47,7 +51,7 @@ from .solvers.schedule import ScheduleError
 from .solvers.solving import default_time_limit, overhead
 from .split import split_updates
 from .sums import order_sums
-from .trace import Trace, TraceError, trace
+from .trace import Source, Trace, TraceError, trace
 
 # Shares of the budget left free for what the prediction does not see: small
 # host-side tensors and scratch memory that changes from run to run ...
@@ -166,17 +170,20 @@ def read(
     *,
     autograph: bool = False,
     traced_for: Sequence[Any] | None = None,
+    taken_from: Source | None = None,
     generators: Generators | None = None,
 ) -> tuple[Trace, Program]:
     """Traces a step; takes no memory on the device.  The arguments are ``trace``'s."""
+    make = functools.partial(
+        trace,
+        function,
+        input_signature,
+        autograph=autograph,
+        taken_from=taken_from,
+        generators=generators,
+    )
     if traced_for is not None:
-        traced = trace(
-            function,
-            input_signature,
-            autograph=autograph,
-            traced_for=traced_for,
-            generators=generators,
-        )
+        traced = make(traced_for=traced_for)
         try:
             return traced, _program(traced)
         except TraceError as error:  # a loop, say, has lost a shape
@@ -186,7 +193,7 @@ def read(
                 RuntimeWarning,
                 stacklevel=2,
             )
-    traced = trace(function, input_signature, autograph=autograph, generators=generators)
+    traced = make()
     return traced, _program(traced)
 
 
@@ -199,14 +206,38 @@ def _program(traced: Trace) -> Program:
     def plain() -> Program:
         """As TensorFlow runs it, nothing folded."""
         program = made(fold=False)
-        if not traced.owns_arguments:
-            return program
-        # An operation may take over their buffers.
-        taken = {index: replace(program.ops[index], kind=Kind.ONCE) for index in program.inputs}
-        ops = (taken.get(index, op) for index, op in enumerate(program.ops))
-        return replace(program, ops=tuple(ops))
+        return program if traced.taking is None else _taking(program, traced.taking)
 
     return order_sums(made(fold=True), plain)
+
+
+def _taking(program: Program, type: str) -> Program:
+    """The program with inputs that an operation of some type takes, all at once."""
+    inputs = [program.ops[index] for index in program.inputs]
+    taking = Op(
+        name=type,
+        type=type,
+        kind=Kind.ONCE,  # its results' buffers may be taken over
+        inputs=(),
+        controls=(),
+        bytes=tuple(op.bytes[0] for op in inputs),
+        shapes=tuple(op.shapes[0] for op in inputs),
+        dtypes=tuple(op.dtypes[0] for op in inputs),
+    )
+    numbers = {index: number for number, index in enumerate(program.inputs)}
+    places = itertools.count(1)
+    moved = {
+        index: (0, numbers[index]) if index in numbers else (next(places), 0)
+        for index in range(len(program.ops))
+    }
+    ops, nodes = [taking], [node_def_pb2.NodeDef()]
+    for index, (op, node) in enumerate(zip(program.ops, program.nodes, strict=True)):
+        if index not in numbers:
+            reads = ((moved[i][0], moved[i][1] + number) for i, number in op.inputs)
+            controls = (moved[effect][0] for effect in op.controls)
+            ops.append(replace(op, inputs=tuple(reads), controls=tuple(controls)))
+            nodes.append(node)
+    return program.rewritten(ops, nodes, moved)
 
 
 def plain_usage(program: Program, workspace: Mapping[int, int], pool: Pool) -> Usage:

@@ -321,6 +321,12 @@ KEPT_SCRATCH = {"MaxPool": "MaxPoolGrad", "MaxPool3D": "MaxPool3DGrad"}
 # One large output from small inputs, at the price of writing it.
 BROADCASTS = frozenset(["Tile", "BroadcastTo", "Fill"])
 
+# Kernels that hand on their first input where their result has as many elements.
+_SAME_IF_WHOLE = frozenset(
+    "Sum Mean Prod Max Min Tile BroadcastTo Slice StridedSlice Pad PadV2 MirrorPad SplitV Pack "
+    "Transpose".split()
+)
+
 # What takes parts of its first input, and the bytes at whose multiples Eigen wants values.
 _SLICES = frozenset(["Unpack", "SplitV", "Slice", "StridedSlice"])
 _ALIGNED = 64
@@ -533,7 +539,7 @@ def _kind(operation: tf.Operation, arguments: set[str]) -> Kind:
         or any(tensor.dtype in (tf.resource, tf.variant) for tensor in tensors)
     ):
         return Kind.ONCE
-    if operation.type in _ALIASES or _is_view(operation):
+    if operation.type in _ALIASES or _is_view(operation) or _hands_on(operation):
         return Kind.ALIAS
     return Kind.PURE
 
@@ -592,6 +598,30 @@ def _is_view(operation: tf.Operation) -> bool:
         return False
     row_bytes = math.prod(whole[1:]) * operation.inputs[0].dtype.size
     return whole[1:] == (part if one_row else part[1:]) and row_bytes % _ALIGNED == 0
+
+
+def _hands_on(operation: tf.Operation) -> bool:
+    """Whether an operation that gives all of its first input gives it in that one's buffer.
+
+    Where the size of a batch is open there are many that have nothing to do, in gradients
+    above all.
+    """
+    if operation.type not in _SAME_IF_WHOLE:
+        return False
+    before, after = operation.inputs[0].shape, operation.outputs[0].shape
+    count = before.num_elements()
+    if count is None or count < 2 or count != after.num_elements():
+        return False
+    if operation.type == "BroadcastTo":
+        return before == after
+    if operation.type == "StridedSlice":
+        strides = tensor_util.constant_value(operation.inputs[3])
+        return strides is not None and (strides == 1).all()
+    if operation.type == "Transpose":
+        order = tensor_util.constant_value(operation.inputs[1])
+        moved = [] if order is None else [axis for axis in order if before[axis] > 1]
+        return order is not None and moved == sorted(moved)
+    return True
 
 
 @dataclass(frozen=True)

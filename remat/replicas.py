@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from .function import Function, Signature
+from .trace import Source
 
 
 class ReplicatedStep:
@@ -45,30 +46,36 @@ class ReplicatedStep:
         self._strategy = model.distribute_strategy
         self._weights: list[Any] = []
         self._planned = make(self._up_to_the_update, model.name)
-        self._runs: dict[tuple[Signature | None, str], Callable[[Any], dict[str, tf.Tensor]]] = {}
+        self._runs: dict[
+            tuple[Signature | None, Source | None], Callable[[Any], dict[str, tf.Tensor]]
+        ] = {}
         self._plain = tf.function(self._all_without_a_plan, autograph=False, jit_compile=False)
 
-    def __call__(self, batch: Any, traced_for: Signature | None, way: str) -> dict[str, tf.Tensor]:
+    def __call__(
+        self, batch: Any, traced_for: Signature | None, taken_from: Source | None
+    ) -> dict[str, tf.Tensor]:
         """Trains on one batch; logs are means over replicas, as Keras takes them.
 
         Args:
           batch: with a part for each replica.
-          traced_for, way: see ``Function.traced_for``.
+          traced_for, taken_from: see ``Function.traced_for``.
         """
         if any(
             0 in part.shape[:1] for leaf in tf.nest.flatten(batch) for part in self._parts(leaf)
         ):
             return self._without_a_plan(batch, traced_for)
-        planned = self._planned.traced_for(traced_for, way)
+        planned = self._planned.traced_for(traced_for, taken_from)
 
         def plan(batch: Any) -> None:
             planned.compiled(batch)
 
         self._strategy.run(plan, args=(batch,))  # inside a tf.function it would be too late
-        if (traced_for, way) not in self._runs:
+        if (traced_for, taken_from) not in self._runs:
             run = functools.partial(self._all_replicas, planned)
-            self._runs[traced_for, way] = tf.function(run, autograph=False, jit_compile=False)
-        return self._runs[traced_for, way](batch)
+            self._runs[traced_for, taken_from] = tf.function(
+                run, autograph=False, jit_compile=False
+            )
+        return self._runs[traced_for, taken_from](batch)
 
     def _all_replicas(self, planned: Function, batch: Any) -> dict[str, tf.Tensor]:
         def one_replica(batch: Any) -> dict[str, tf.Tensor]:

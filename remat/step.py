@@ -50,7 +50,7 @@ from .solvers.budget import format_bytes, is_share, parse_budget
 from .solvers.method import Method
 from .solvers.solving import check_method
 from .timeline import Allocation, record
-from .trace import Trace
+from .trace import Source, Trace
 from .unfed import Unfed, unfed
 
 log = logging.getLogger("remat")
@@ -145,6 +145,7 @@ class CompiledStep:
         *,
         autograph: bool = False,
         traced_for: Sequence[Any] | None = None,
+        taken_from: Source | None = None,
         generators: Generators,
         at_least: int = 0,
     ) -> None:
@@ -157,7 +158,8 @@ class CompiledStep:
           name: for people.
           autograph: whether to convert Python's control flow over tensors.
           traced_for: what the plain step is traced for, where that leaves
-            dimensions open; generators: what those shapes share; see ``trace``.
+            dimensions open; taken_from: what its arguments come from; generators:
+            what those shapes share; see ``trace``.
           at_least: bytes below which a budget given as a share is not taken:
             what other steps of the same training may reach anyway.
         """
@@ -187,6 +189,7 @@ class CompiledStep:
                     input_signature,
                     autograph=autograph,
                     traced_for=traced_for,
+                    taken_from=taken_from,
                     generators=generators,
                 )
             try:
@@ -251,11 +254,6 @@ class CompiledStep:
         return _SETTLING if self.prepared.pool.quiet else _UNPLACED_SETTLING
 
     @property
-    def shares_generators(self) -> bool:
-        """Whether it draws from generators that it has in common with other plans."""
-        return bool(self._generators)
-
-    @property
     def plan(self) -> StepPlan:
         """The plan that runs now."""
         return self.planned.plan
@@ -303,7 +301,7 @@ class CompiledStep:
         """Has the effects that the plain step has where its arguments never come."""
         traced = self.prepared.trace
         if self._unfed is None:
-            self._unfed = unfed(traced.pieces, traced.inputs)
+            self._unfed = unfed(traced.pieces, traced.sources)
         self._unfed.run(dict(traced.captures))
 
     def measure(self, *batch: Any, steps: int = 5) -> Measured:

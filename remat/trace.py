@@ -39,10 +39,8 @@ from .pieces import CALLS, SHAPES, UnknownFormError, name_of
 _ARGUMENT, _RESULT = "_Arg", "_Retval"  # operations of a function's graph
 _COUNTING = ("Where", "Unique", "ListDiff", "DynamicPartition", "NonMaxSuppression")
 _HANDLE_DTYPES, _HANDLE_SHAPES = "_handle_dtypes", "_handle_shapes"  # TensorFlow's own names
-TAKEN = "IteratorGetNext"
-"""The name of arguments that the plain step takes from an iterator."""
-
-_IN_FRONT = "0"  # in front of their names in the traced graph: those of others begin with letters
+Source = type[tf.data.IteratorSpec] | type[tf.OptionalSpec]
+"""What a training loop takes a batch from inside its graph."""
 
 _numbers = itertools.count()
 _here = threading.local()
@@ -81,9 +79,11 @@ class Trace:
       outputs: tensor names of the flattened results.
       targets: node names that must run although nothing reads them.
       structured_outputs: nest of results, whose leaves index ``outputs``.
-      plain: the plain concrete function, which the step is compared with.
       pieces: the graph as TensorFlow runs it, loops and conditionals in pieces;
-        inputs and captures are arguments there, of the same names.
+        captures are arguments there, of the same names.
+      sources: arguments there that the inputs come from: themselves, or an iterator.
+      taking: the type of the operation that takes them from there, all at once; None
+        if they are arguments.
     """
 
     graph_def: graph_pb2.GraphDef
@@ -94,13 +94,9 @@ class Trace:
     outputs: tuple[str, ...]
     targets: tuple[str, ...]
     structured_outputs: Any
-    plain: Any
     pieces: graph_pb2.GraphDef
-
-    @property
-    def owns_arguments(self) -> bool:
-        """Whether they come from an iterator, so that nobody else holds them."""
-        return any(name.startswith(_IN_FRONT) for name in self.inputs)
+    sources: tuple[str, ...]
+    taking: str | None
 
 
 def trace(
@@ -109,6 +105,7 @@ def trace(
     *,
     autograph: bool = False,
     traced_for: Sequence[Any] | None = None,
+    taken_from: Source | None = None,
     generators: Generators | None = None,
 ) -> Trace:
     """Traces ``function`` for arguments of the given ``tf.TensorSpec`` nests.
@@ -121,6 +118,8 @@ def trace(
         dimensions open.  Grappler does other things to a graph whose shapes it
         does not know, and results differ in the last digits; so the step is
         optimised for these shapes, and only then told its real ones.
+      taken_from: what the plain step takes its arguments (all of them tensors) from,
+        where it is called by a graph that does so.
       generators: those that all shapes of ``traced_for`` have in common; None
         leaves them to each plan's own kernels.
 
@@ -136,15 +135,20 @@ def trace(
                 "shapes: give every dimension, the batch included"
             )
     traced = tf.function(function, autograph=autograph, jit_compile=False)
+    signature = traced_for or input_signature
+    if taken_from is not None:
+        traced = tf.function(_taking(traced, taken_from), autograph=False)
+        signature = [taken_from(tuple(signature))]
     outer, _here.tracing = tracing(), True
     try:
-        plain = traced.get_concrete_function(*(traced_for or input_signature))
+        plain = traced.get_concrete_function(*signature)
     finally:
         _here.tracing = outer
     source = plain.graph
     arguments = len(source.inputs) - len(source.captures)
     graph_def = source.as_graph_def(add_shapes=True)
     inputs, results = _as_in_the_runtime(graph_def, plain)
+    sources, captures = inputs[:arguments], inputs[arguments:]
     nodes = {node.name: node for node in graph_def.node}
     _describe_gradients(source, nodes)
     targets = [op.name for op in source.control_outputs]
@@ -152,9 +156,13 @@ def trace(
         raise TraceError("the step returns no tensor and changes no variable: nothing to plan")
     with source.as_default():  # which knows the functions
         pieces, optimised, shared = _grappler(graph_def, results, [*inputs, *targets], generators)
+    inputs, taking = sources, None
+    if taken_from is not None:
+        inputs, taking = _hand_over(optimised, *sources)
+        targets = [name for name in targets if name in {node.name for node in optimised.node}]
     shapes = [spec.shape for spec in tf.nest.flatten(list(input_signature))]
     shapes += [tensor.shape for tensor in source.inputs[arguments:]]
-    handed = dict(zip(inputs, shapes, strict=True)) | {
+    handed = dict(zip([*inputs, *captures], shapes, strict=True)) | {
         name: tf.TensorShape([]) for name, _ in shared
     }
     outputs = _as_inputs_and_outputs(optimised, handed, results)
@@ -169,20 +177,28 @@ def trace(
         graph_def=optimised,
         graph=graph,
         bodies=bodies,
-        inputs=tuple(inputs[:arguments]),
+        inputs=tuple(inputs),
         captures=(
             *(
                 (name, external)
-                for name, (external, _) in zip(inputs[arguments:], source.captures, strict=True)
+                for name, (external, _) in zip(captures, source.captures, strict=True)
             ),
             *shared,
         ),
         outputs=tuple(outputs),
         targets=tuple(targets),
         structured_outputs=plain.structured_outputs,
-        plain=plain,
         pieces=pieces,
+        sources=tuple(sources),
+        taking=taking,
     )
+
+
+def _taking(step: Callable[..., Any], source: Source) -> Callable[[Any], Any]:
+    """What calls a step with a batch that it takes from a source, as Keras's ``fit`` does."""
+    if source is tf.OptionalSpec:
+        return lambda optional: step(*optional.get_value())
+    return lambda iterator: step(*iterator.get_next())
 
 
 def tracing() -> bool:
@@ -370,10 +386,7 @@ def _as_in_the_runtime(graph_def: graph_pb2.GraphDef, plain: Any) -> tuple[list[
     taken = nodes.keys() - {tensor.op.name for tensor in graph.inputs}
     names: dict[str, str] = {}  # of the inputs, here and in the runtime
     for index, (tensor, argument) in enumerate(zip(graph.inputs, signature.input_arg, strict=True)):
-        # Of an iterator's it is in front of all others, which are behind that of a call.
         name = argument.name
-        if tensor.op.name.startswith(TAKEN):
-            name = tensor.op.name.replace(TAKEN, _IN_FRONT, 1)
         while name in taken:
             name += "_"
         taken.add(name)
@@ -406,6 +419,27 @@ def _as_in_the_runtime(graph_def: graph_pb2.GraphDef, plain: Any) -> tuple[list[
         node.attr["T"].type, node.attr["index"].i = result.type, index
         results.append(node.name)
     return list(names.values()), results
+
+
+def _hand_over(graph_def: graph_pb2.GraphDef, source: str) -> tuple[list[str], str]:
+    """Makes what is taken from an argument (an iterator) arguments in its place.
+
+    Returns:
+      Their names, and the type of the operation that took them.
+    """
+    (node,) = (node for node in graph_def.node if source in node.input)
+    taking, kind, types = node.name, node.op, list(node.attr["output_types"].list.type)
+    names = [f"{taking}/{number}" for number in range(len(types))]
+    for node in graph_def.node:
+        reads = [reference for reference in node.input if reference != f"^{taking}"]
+        del node.input[:]
+        for reference in reads:
+            name, _, number = reference.partition(":")
+            node.input.append(names[int(number or 0)] if name == taking else reference)
+    _remove(graph_def, {source, taking})
+    for name, dtype in zip(names, types, strict=True):
+        graph_def.node.add(name=name, op=_ARGUMENT).attr["T"].type = dtype
+    return names, kind
 
 
 def _as_inputs_and_outputs(

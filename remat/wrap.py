@@ -22,6 +22,7 @@ from .function import Function, Signature
 from .planning import StepPlan
 from .replicas import ReplicatedStep
 from .step import CompiledStep, Options
+from .trace import Source
 
 
 def wrap(
@@ -197,7 +198,7 @@ class _TrainFunction:
     def __init__(self, model: _Budgeted) -> None:
         self._model = model
         self._signatures: defaultdict[str, _Signatures] = defaultdict(_Signatures)
-        self._step: Callable[[Any, Signature | None, str], Any]
+        self._step: Callable[[Any, Signature | None, Source | None], Any]
         if model.distribute_strategy.num_replicas_in_sync > 1:
             self._step = ReplicatedStep(model, model.remat.start)
         else:
@@ -207,21 +208,27 @@ class _TrainFunction:
         self._latest: CompiledStep | None = None
 
     def _planned(
-        self, function: Function, batch: Any, traced_for: Signature | None, way: str
+        self,
+        function: Function,
+        batch: Any,
+        traced_for: Signature | None,
+        taken_from: Source | None,
     ) -> Any:
-        self._latest, tensors = function.traced_for(traced_for, way).find((batch,), {})
+        self._latest, tensors = function.traced_for(traced_for, taken_from).find((batch,), {})
         return self._latest(*tensors)
 
     def __call__(self, iterator: Iterator[Any]) -> Any:
         logs = None
-        # Keras's fit takes batches in a function of its own, train_on_batch does not.
-        way = "fit" if hasattr(iterator, "element_spec") else "batch"
+        taken_from: Source | None = None  # train_on_batch hands its batch over
+        if hasattr(iterator, "element_spec"):
+            alone = self._model.steps_per_execution == 1
+            taken_from = tf.data.IteratorSpec if alone else tf.OptionalSpec
         for batch in self._batches(iterator):
             batch = tf.nest.map_structure(_none_if_optional, batch)
             met = getattr(iterator, "element_spec", batch)
             known = self._signatures[_structure(met)]
             before = len(self._model.remat.steps)
-            logs = self._step(batch, known.traced_for(_specs(met)), way)
+            logs = self._step(batch, known.traced_for(_specs(met)), taken_from)
             if any(step.interrupted for step in self._model.remat.steps[before:]):
                 raise KeyboardInterrupt  # planning kept the best so far, and the signal to itself
             if self._traced is None:  # now that everything is built

@@ -409,6 +409,52 @@ answer(differing=sum(a.tobytes() != b.tobytes() for a, b in pairs))
     assert found["differing"] == 0
 
 
+def test_sums_of_what_an_iterator_gives_and_averages_that_take_over() -> None:
+    """In which order TensorFlow adds several terms depends on who else reads them, and how
+    it gets at a batch; and what an average overwrites is to have been updated before."""
+    found = run(
+        """
+exact()
+
+def network():
+    inputs = {name: keras.Input((12,), name=name) for name in ("zeta", "alpha", "mid")}
+    a, b, c = inputs.values()
+    one = keras.layers.Add()([a, b, c, keras.layers.Dense(12)(a)])
+    other = keras.layers.Add()([c, a, b, keras.layers.Dense(12)(one), one])
+    hidden = keras.layers.Dense(12, "tanh")(keras.layers.Add()([one, other, a, b, c]))
+    out = keras.layers.Dense(3, name="out")(keras.layers.Add()([hidden, a, b, c]))
+    classes = keras.layers.Dense(3, name="classes")(hidden)
+    return keras.Model(inputs, {"classes": classes, "out": out})
+
+random = np.random.default_rng(0)
+x = {name: random.normal(size=(40, 12)).astype("float32") for name in ("mid", "zeta", "alpha")}
+y = {"classes": random.integers(0, 3, 40), "out": random.normal(size=(40, 3)).astype("float32")}
+
+def train(wrap, together):
+    keras.utils.set_random_seed(3)
+    model = wrap(network())
+    model.compile(
+        keras.optimizers.Adam(use_ema=True, ema_overwrite_frequency=2),
+        {"classes": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "out": "mse"},
+        loss_weights={"classes": 0.3, "out": 2.0},
+        steps_per_execution=together,
+    )
+    losses = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    return losses, [np.asarray(v) for v in [*model.variables, *model.optimizer.variables]]
+
+wrapped = lambda model: remat.wrap(model, budget=600_000, profile={}, check=False)
+differing = []
+for together in (1, 2):
+    (expected, before), (losses, after) = (train(wrap, together) for wrap in (lambda m: m, wrapped))
+    pairs = zip(before, after, strict=True)
+    differing.append([losses != expected, sum(a.tobytes() != b.tobytes() for a, b in pairs)])
+answer(differing=differing)
+""",
+        EXACT,
+    )
+    assert found["differing"] == [[False, 0], [False, 0]]
+
+
 def test_a_train_function_of_its_own_is_refused() -> None:
     found = run(
         """
