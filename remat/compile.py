@@ -273,6 +273,10 @@ def _specs(value: Any, what: str) -> Any:
             return tf.TensorSpec(leaf.shape, leaf.dtype)
         if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
             raise TypeError(f"{what}: {type(leaf).__name__} is not supported; use dense tensors")
+        if isinstance(leaf, (int, float)):
+            raise TypeError(
+                f"{what} is {value!r}, numbers; a shape is given as tf.TensorSpec(shape, dtype)"
+            )
         try:
             tensor = tf.convert_to_tensor(leaf)
         except (ValueError, TypeError) as error:
@@ -290,4 +294,6 @@ def _specs(value: Any, what: str) -> Any:
                 f"{what}: {leaf.name or 'a tensor'} has the shape {leaf.shape}; a plan is for "
                 "fixed shapes, so give every dimension, the batch included"
             )
+        if leaf.shape.num_elements() == 0:
+            raise ValueError(f"{what}: {leaf.name or 'a tensor'} of shape {leaf.shape} is empty")
     return specs

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from .budget import format_bytes
 from .graph import Graph
 from .plan import Plan
 from .schedule import Schedule
@@ -52,15 +53,20 @@ class InfeasibleBudgetError(ValueError):
         self.resident = resident
         self.proven = budget < floor
         names = ", ".join(floor_nodes[:3]) + (", ..." if len(floor_nodes) > 3 else "")
-        held = f"; {resident:,} bytes are held throughout" if resident else ""
+        held = f"; {_amount(resident)} are held throughout" if resident else ""
         verdict = (
             "cannot be met by any schedule" if self.proven else "was not met by any schedule found"
         )
         super().__init__(
-            f"a budget of {budget:,} bytes {verdict}: running {names} alone takes {floor:,} bytes "
-            f"(the proven floor{held}), and the least budget known to work is "
-            f"{least_budget:,} bytes"
+            f"a budget of {_amount(budget)} {verdict}: running {names} alone takes "
+            f"{_amount(floor)}, the proven floor{held}, and the least budget known to work is "
+            f"{_amount(least_budget)}"
         )
+
+
+def _amount(count: int) -> str:
+    """Bytes to copy and to read."""
+    return f"{count:,} bytes" + (f" ({format_bytes(count)})" if count >= 1024 else "")
 
 
 @dataclass(frozen=True)

@@ -298,6 +298,9 @@ unbuilt = keras.Sequential([keras.layers.Dense(1)])
 attempt("unbuilt", lambda: remat.compile(unbuilt, loss, optimizer, *specs))
 attempt("not a model", lambda: remat.compile(len, loss, optimizer, *specs))
 attempt("no spec", lambda: remat.compile(model, loss, optimizer, None, specs[1]))
+attempt("a shape", lambda: remat.compile(model, loss, optimizer, (64, 32, 32, 3), specs[1]))
+empty = [tf.TensorSpec((0, 32, 32, 3)), tf.TensorSpec((0,), tf.int32)]
+attempt("an empty batch", lambda: remat.compile(model, loss, optimizer, *empty))
 step = remat.compile(model, loss, optimizer, *specs, budget=0.9)
 attempt("another batch", lambda: step(np.zeros((8, 32, 32, 3), "f"), np.zeros(8, "i")))
 answer(found=found)
@@ -314,6 +317,10 @@ answer(found=found)
     assert "not built" in found["unbuilt"][1]
     assert found["not a model"][0] == "TypeError"
     assert found["no spec"][0] == "TypeError"
+    assert found["a shape"][0] == "TypeError"
+    assert "tf.TensorSpec(shape, dtype)" in found["a shape"][1]
+    assert found["an empty batch"][0] == "ValueError"
+    assert "(0, 32, 32, 3) is empty" in found["an empty batch"][1]
     assert found["another batch"][0] == "ValueError"
     assert "(64, 32, 32, 3)" in found["another batch"][1]
 
