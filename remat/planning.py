@@ -513,10 +513,11 @@ def _between(
     bound: float | None,
     progress: Callable[[Result], None] | None,
 ) -> Planned:
-    """Looks for a cheaper plan than the leanest one, which fits: by bisection between its
-    target and ``high``, for which plans were too large.  The other arguments are those of
-    ``make_plan``."""
-    best, low = planned, planned.target
+    """Looks for a cheaper plan than one that fits: by bisection between the peak of its
+    schedule (which may be far below its target) and ``high``, for which plans were too
+    large.  The other arguments are those of ``make_plan``."""
+    best = planned
+    low = simulate_schedule(prepared.extraction.graph, planned.plan.schedule).peak
     for number in range(_FEW_ROUNDS):
         last = number == _FEW_ROUNDS - 1
         target = low if last and best is planned else max(low, (low + high) // 2)
@@ -563,8 +564,8 @@ def _search(
     """Solves for a target, and then for lower and lower ones, at most ``_ROUNDS`` times,
     until the prediction fits; the other arguments are those of ``make_plan``.
 
-    A plan that fits, but is far from the bound, is bettered between its target and the
-    lowest whose plan did not fit.
+    A plan that fits, but is far from the bound, is bettered between the peak of its
+    schedule and the lowest target whose plan did not fit.
 
     Raises:
       _NoPlanError: if it never does.
