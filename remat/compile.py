@@ -37,7 +37,7 @@ class Step:
         self._options = options
         self._input_spec, self._label_spec, weight_spec = specs
         self._functions: dict[bool, Function] = {}  # with sample weights, and without
-        self._function(weight_spec).compiled()
+        self._function(weight_spec)
 
     def __call__(self, inputs: Any, labels: Any, sample_weight: Any = None) -> Any:
         """Trains on one batch.
@@ -56,8 +56,15 @@ class Step:
         """
         if sample_weight is None:
             return self._function(None)(inputs, labels)
-        weighted = self._function(_specs(sample_weight, "sample_weight"))
-        return weighted(inputs, labels, sample_weight)
+        specs = _specs(sample_weight, "sample_weight")
+        batches = {spec.shape[:1] for spec in tf.nest.flatten(self._label_spec)}
+        for spec in tf.nest.flatten(specs):
+            if spec.shape.rank and spec.shape[:1] not in batches:
+                raise ValueError(
+                    f"sample_weight has the shape {spec.shape}; a batch has "
+                    f"{' or '.join(str(batch[0]) for batch in batches)} samples"
+                )
+        return self._function(specs)(inputs, labels, sample_weight)
 
     def measure(self, *batch: Any, steps: int = 5) -> Measured:
         """Runs the step, and compares what it takes with what was predicted.
@@ -106,9 +113,11 @@ class Step:
             signature = [self._input_spec, self._label_spec]
             if weighted:
                 signature.append(weight_spec)
-            self._functions[weighted] = Function(
+            function = Function(
                 self._trainee.one_step, signature, self._options, name=self._trainee.model.name
             )
+            function.compiled()  # weights that cannot be planned for must not be in others' way
+            self._functions[weighted] = function
         return self._functions[weighted]
 
 

@@ -111,8 +111,12 @@ class Options:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        if self.budget != "auto":
+        if not isinstance(self.budget, str) or self.budget != "auto":
             _bytes(self.budget, _MOST)
+        for name in ("check", "quiet", "verbose"):
+            value = getattr(self, name)
+            if not (isinstance(value, bool) or (value is None and name != "check")):
+                raise TypeError(f"{name} is {value!r}; it is True or False")
         if isinstance(self.solver, str):
             check_method(self.solver)
         limit = self.time_limit
@@ -751,7 +755,7 @@ class CompiledStep:
         for spec, value in zip(
             tf.nest.flatten(list(self.signature)), tf.nest.flatten(list(arguments)), strict=True
         ):
-            tensor = tf.convert_to_tensor(value, spec.dtype) if not tf.is_tensor(value) else value
+            tensor = value if tf.is_tensor(value) else _as_tensor(value, spec)
             if tensor.dtype != spec.dtype:
                 cut = tensor.dtype.is_floating and not (
                     spec.dtype.is_floating or spec.dtype.is_complex
@@ -784,6 +788,16 @@ class CompiledStep:
         started = time.perf_counter()
         yield
         self.seconds[stage] = time.perf_counter() - started
+
+
+def _as_tensor(value: Any, spec: tf.TensorSpec) -> tf.Tensor:
+    try:
+        return tf.convert_to_tensor(value, spec.dtype)
+    except (ValueError, TypeError) as error:
+        raise type(error)(
+            f"the step is planned for {spec.name or 'an input'} of {spec.dtype.name} and shape "
+            f"{spec.shape}, which {value!r:.60} is not: {error}"
+        ) from None
 
 
 def _bytes(budget: int | float | str, plain_peak: int) -> int:

@@ -41,9 +41,10 @@ def wrap(
     ``model`` gives, which loads as a plain model.
 
     There is one plan for each shape of a batch, found when the first such
-    batch is there (another for ``train_on_batch``, which Keras traces apart).  Calling ``compile``, changing ``trainable``, or building
-    again makes them anew, the next time that ``fit`` is called.  Ctrl-C while one
-    is looked for ends ``fit`` after that batch; the best found so far is kept.
+    batch is there (another for ``train_on_batch``, which Keras traces apart).
+    Calling ``compile``, changing ``trainable``, or building again makes them
+    anew, the next time that ``fit`` is called.  Ctrl-C while one is looked for
+    ends ``fit`` after that batch; the best found so far is kept.
 
     Example::
 

@@ -200,6 +200,7 @@ class Plan:
 
 
 _REQUIRED: Any = object()
+_ROUNDING = 1e-9  # by which an overhead or a gap of nothing may be below 0
 
 
 def _field(document: Mapping[str, Any], key: str, kind: type, default: Any = _REQUIRED) -> Any:
@@ -208,6 +209,8 @@ def _field(document: Mapping[str, Any], key: str, kind: type, default: Any = _RE
         raise PlanError(f"the plan has no {key!r}")
     if not isinstance(value, kind) or isinstance(value, bool):
         raise PlanError(f"{key} must be of type {kind.__name__}, not {value!r}")
+    if isinstance(value, int) and value < 0:
+        raise PlanError(f"{key} must not be negative, as {value} is")
     return value
 
 
@@ -215,9 +218,9 @@ def _number(document: Mapping[str, Any], key: str) -> float:
     value = document.get(key)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):  # of an integer that no float holds
-            if math.isfinite(value):
+            if math.isfinite(value) and value > -_ROUNDING:
                 return value
-    raise PlanError(f"{key} must be a finite number, not {value!r:.40}")
+    raise PlanError(f"{key} must be a finite number, not below 0, not {value!r:.40}")
 
 
 def _number_or_none(document: Mapping[str, Any], key: str) -> float | None:
