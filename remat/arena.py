@@ -121,6 +121,8 @@ class Arena:
         """Adds one free region of ``size`` bytes."""
         if size >= ALIGNMENT:
             self._add_region(size // ALIGNMENT * ALIGNMENT)
+        while 2 * self._next_region - _FIRST_REGION <= self.reserved:
+            self._next_region *= 2  # it has doubled on the way to so many bytes
 
     def lay_slots(self, address: int, sizes: Iterable[int]) -> None:
         """Leaves free chunks of these sizes, walled off, at the start of the one
@@ -337,7 +339,8 @@ class Pool:
             arena = self._grown()
             start, slots = arena.reserved, self.slots
             arena.claim(_ENDLESS if self.limit is None else self.limit - arena.reserved)
-        arena.limit = arena.reserved  # there is no more
+        if self.quiet or self.limit is not None:
+            arena.limit = arena.reserved  # there is no more
         arena.lay_slots(start, slots)
         for size in self.constants:
             arena.allocate(size)

@@ -27,7 +27,7 @@ import heapq
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .memory import Event
@@ -53,6 +53,28 @@ class Extraction:
     graph: Graph
     groups: tuple[tuple[int, ...], ...]
     threshold: int
+
+    def anew(self, program: Program, workspace: Mapping[int, int]) -> Extraction:
+        """The same nodes, by what is known now of the memory that their operations take.
+
+        Args:
+          program: the same operations; what takes over whose buffer may differ.
+          workspace: as ``extract`` takes it.
+        """
+        heavy = _Heavy(program, self.threshold)
+        number = {index: g for g, members in enumerate(self.groups) for index in members}
+        nodes = list(self.graph.nodes)
+        for g, members in enumerate(self.groups):
+            if not members:
+                continue
+            outward = _outward(program, heavy, members, number, g)
+            held = _held(program, outward, workspace, self.threshold)
+            scratch, forward = _scratch(program, heavy, members, outward, held, workspace, number)
+            nodes[g] = replace(nodes[g], bytes=held, workspace=scratch, forward=forward)
+        for g, node in enumerate(nodes):
+            if node.forward is not None and nodes[node.forward].bytes != node.bytes:
+                nodes[g] = replace(node, forward=None)
+        return replace(self, program=program, graph=replace(self.graph, nodes=tuple(nodes)))
 
     @cached_property
     def small(self) -> frozenset[int]:
@@ -338,8 +360,7 @@ def _build(
                 source = markers[source]
             sources.append(source)
             known |= ancestors[source]
-        held = sum(ops[t[0]].bytes[t[1]] for t in large[g])
-        held += sum(workspace.get(t[0], 0) for t in large[g] if ops[t[0]].type in KEPT_SCRATCH)
+        held = _held(program, outward[g], workspace, threshold)
         scratch, forward = _scratch(program, heavy, members, outward[g], held, workspace, number)
         if forward is not None and nodes[position[forward]].bytes != held:
             forward = None
@@ -375,6 +396,19 @@ def _build(
         order=tuple(pairs),
     )
     return Extraction(program, graph, tuple(node_groups), threshold)
+
+
+def _held(
+    program: Program, tensors: Iterable[Tensor], workspace: Mapping[int, int], threshold: int
+) -> int:
+    """Bytes of the large ones of some tensors, with what their kernels keep beside them."""
+    held = 0
+    for index, output in tensors:
+        op = program.ops[index]
+        if op.bytes[output] > threshold:
+            held += op.bytes[output]
+            held += workspace.get(index, 0) if op.type in KEPT_SCRATCH else 0
+    return held
 
 
 def _outward(

@@ -697,6 +697,7 @@ def corrected(prepared: Prepared, corrections: Corrections) -> Prepared:
         prepared,
         program=program,
         prices=replace(prices, workspace=workspace),
+        extraction=prepared.extraction.anew(program, workspace),
         plain=plain_usage(program, workspace, prepared.pool),
     )
 

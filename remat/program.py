@@ -314,7 +314,9 @@ ELEMENTWISE = frozenset([*_UNARY, *_BINARY, "AddN", "Select", "SelectV2", "Cast"
     "Softmax", "LogSoftmax", "TensorScatterUpdate", "TensorScatterAdd", "Cumsum"
 }  # fmt: skip
 # Kernels that ask for scratch memory before their outputs; others do after.
-SCRATCH_FIRST = frozenset(["SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"])
+SCRATCH_FIRST = frozenset(
+    ["SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits", "MaxPoolGrad"]
+)
 # What oneDNN's kernels keep from the forward to the backward operation; alone,
 # each of the two takes it as scratch memory.
 KEPT_SCRATCH = {"MaxPool": "MaxPoolGrad", "MaxPool3D": "MaxPool3DGrad"}

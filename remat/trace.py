@@ -169,7 +169,13 @@ def trace(
     _bypass_loops(optimised)
     loops.one_turn_at_a_time(optimised)
     _rename_functions(optimised)
-    graph = imported(optimised)
+    try:
+        graph = imported(optimised)
+    except ValueError as error:
+        raise TraceError(
+            f"the sizes in the step contradict each other: {error}; where a tf.TensorArray grows, "
+            "give it its size from the start"
+        ) from error
     bodies = loop_bodies(graph, optimised)
     _check_loops(graph, bodies)
 

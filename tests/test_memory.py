@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tensorflow as tf
-from child import COUNTED, run
+from child import COUNTED, EXACT, run
 
 from remat.arena import Arena, Layout, OutOfMemoryError, Pool
 from remat.program import Kind, _kind
@@ -451,3 +451,53 @@ answer(peaks=peaks, overhead=step.plan.overhead)
     )
     assert found["overhead"] > 0
     assert max(found["peaks"]) <= limit << 20
+
+
+def test_what_operations_ask_for_comes_in_the_order_that_is_predicted() -> None:
+    """Scratch memory before results or after them: what lies where depends on it."""
+    found = run(
+        """
+exact()
+from remat.arena import GRAIN
+from remat.lower import node_name
+from remat.memory import requests
+from remat.timeline import record
+model = keras.Sequential([keras.Input((32, 32, 3))])
+for _ in range(2):
+    model.add(keras.layers.Conv2D(16, 3, padding="same", use_bias=False))
+    model.add(keras.layers.BatchNormalization())
+    model.add(keras.layers.ReLU())
+    model.add(keras.layers.MaxPooling2D())
+model.add(keras.layers.Flatten())
+model.add(keras.layers.Dense(10))
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+specs = tf.TensorSpec((32, 32, 32, 3)), tf.TensorSpec((32,), tf.int32)
+step = remat.compile(model, loss, "adam", *specs, budget="1GiB", profile={})
+batch = tf.zeros(specs[0].shape), tf.zeros(specs[1].shape, tf.int32)
+recorded = record(lambda: step(*batch), on_gpu=False)
+compiled = step.compiled
+prepared, planned = compiled.prepared, compiled.planned
+asked = requests(prepared.program, planned.events, prepared.prices.workspace)
+expected = [asked.sizes[number] for taken in asked.taken for number in taken]
+names = [prepared.program.ops[event.op].type for event in planned.events]
+nodes = {node_name(prepared.program, event) for event in planned.events}
+answer(
+    expected=[size for size in expected if size >= GRAIN],
+    found=[one.requested for one in recorded if one.requested >= GRAIN and one.op in nodes],
+    pools=names.count("MaxPoolGrad"),
+)
+""",
+        {**COUNTED, **EXACT},
+    )
+    assert found["pools"] == 2
+    assert found["found"] == found["expected"]
+
+
+def test_without_a_limit_a_pool_grows_where_tensors_have_no_places() -> None:
+    layout = Layout(300 << 20, (90 << 20,), (), 180 << 20)
+    grown = Pool(held=(), layout=layout, quiet=False).arena()
+    chunk = grown.allocate(200 << 20)
+    assert chunk.size == 200 << 20  # of 512 MiB: regions have doubled up to these
+    limited = Pool(held=(), layout=layout, quiet=True).arena()
+    with pytest.raises(OutOfMemoryError):
+        limited.allocate(200 << 20)
