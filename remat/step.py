@@ -65,7 +65,6 @@ _AHEAD, _AHEAD_SHARE = 8, 1 / 32  # batches that a pipeline holds, at most; shar
 # Steps until batch and results lie where they do for every other step ...
 _SETTLING = 2
 _UNPLACED_SETTLING = 5  # ... and, where the allocator chooses the places, until all else does
-_TRIED_EPOCH = 3  # steps of it, after which a pipeline starts anew
 # Times that memory may be found otherwise; steps in between that find it as planned make up
 # for some.
 _DRIFTS, _MADE_UP = 8.0, 0.25
@@ -515,8 +514,7 @@ class CompiledStep:
 
     def _trial(self) -> tuple[int | None, list[Allocation]]:
         """Runs the step on zeros, as in a training loop (the last results are held
-        during the next run, batches are ready before they are needed, and an epoch
-        ends), until it has settled or takes too much.
+        during the next run), until it has settled or takes too much.
 
         Returns:
           The peak, in bytes, or None if memory ran out; and what the first run
@@ -530,7 +528,6 @@ class CompiledStep:
         recorded: list[Allocation] = []
         results: list[tf.Tensor] | None = []
         inputs: list[tf.Tensor] = []
-        ready: list[list[tf.Tensor]] = []
 
         def run() -> None:
             nonlocal results
@@ -542,11 +539,7 @@ class CompiledStep:
 
         with _variables_put_back(program):
             for number in range(self._settling):
-                if number == _TRIED_EPOCH:
-                    ready.clear()
-                while len(ready) <= min(number % _TRIED_EPOCH, self.prepared.pool.ahead):
-                    ready.append(_zeros(program))
-                inputs = ready.pop(0)
+                inputs = _zeros(program)
                 allocator.reset_peak(self.device)
                 if number == 0:
                     recorded = record(run, on_gpu=self.device.name.startswith("GPU"))
