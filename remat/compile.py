@@ -56,15 +56,8 @@ class Step:
         """
         if sample_weight is None:
             return self._function(None)(inputs, labels)
-        specs = _specs(sample_weight, "sample_weight")
-        batches = {spec.shape[:1] for spec in tf.nest.flatten(self._label_spec)}
-        for spec in tf.nest.flatten(specs):
-            if spec.shape.rank and spec.shape[:1] not in batches:
-                raise ValueError(
-                    f"sample_weight has the shape {spec.shape}; a batch has "
-                    f"{' or '.join(str(batch[0]) for batch in batches)} samples"
-                )
-        return self._function(specs)(inputs, labels, sample_weight)
+        weighted = self._function(_specs(sample_weight, "sample_weight"))
+        return weighted(inputs, labels, sample_weight)
 
     def measure(self, *batch: Any, steps: int = 5) -> Measured:
         """Runs the step, and compares what it takes with what was predicted.
@@ -112,6 +105,7 @@ class Step:
         if weighted not in self._functions:
             signature = [self._input_spec, self._label_spec]
             if weighted:
+                _check_weights(weight_spec, self._label_spec)
                 signature.append(weight_spec)
             function = Function(
                 self._trainee.one_step, signature, self._options, name=self._trainee.model.name
@@ -119,6 +113,17 @@ class Step:
             function.compiled()  # weights that cannot be planned for must not be in others' way
             self._functions[weighted] = function
         return self._functions[weighted]
+
+
+def _check_weights(weight_spec: Any, label_spec: Any) -> None:
+    """Raises ``ValueError`` where there is not a weight for each sample."""
+    batches = {spec.shape[:1] for spec in tf.nest.flatten(label_spec)}
+    for spec in tf.nest.flatten(weight_spec):
+        if spec.shape.rank and spec.shape[:1] not in batches:
+            raise ValueError(
+                f"sample_weight has the shape {spec.shape}; a batch has "
+                f"{' or '.join(str(batch[0]) for batch in batches)} samples"
+            )
 
 
 def compile(

@@ -61,20 +61,7 @@ class Extraction:
           program: the same operations; what takes over whose buffer may differ.
           workspace: as ``extract`` takes it.
         """
-        heavy = _Heavy(program, self.threshold)
-        number = {index: g for g, members in enumerate(self.groups) for index in members}
-        nodes = list(self.graph.nodes)
-        for g, members in enumerate(self.groups):
-            if not members:
-                continue
-            outward = _outward(program, heavy, members, number, g)
-            held = _held(program, outward, workspace, self.threshold)
-            scratch, forward = _scratch(program, heavy, members, outward, held, workspace, number)
-            nodes[g] = replace(nodes[g], bytes=held, workspace=scratch, forward=forward)
-        for g, node in enumerate(nodes):
-            if node.forward is not None and nodes[node.forward].bytes != node.bytes:
-                nodes[g] = replace(node, forward=None)
-        return replace(self, program=program, graph=replace(self.graph, nodes=tuple(nodes)))
+        return _with_memory(self, _Heavy(program, self.threshold), workspace)
 
     @cached_property
     def small(self) -> frozenset[int]:
@@ -316,7 +303,7 @@ def _build(
     once = [any(ops[index].kind is Kind.ONCE for index in members) for members in groups]
     results = {heavy.root[tensor] for tensor in program.outputs}
     # A group whose results are all small never needs to run again: they are kept.
-    outward = [_outward(program, heavy, members, number, g) for g, members in enumerate(groups)]
+    outward = [_outward(program, heavy, members) for members in groups]
     large = [[t for t in tensors if ops[t[0]].bytes[t[1]] > threshold] for tensors in outward]
     once = [flag or not large[g] for g, flag in enumerate(once)]
 
@@ -360,19 +347,13 @@ def _build(
                 source = markers[source]
             sources.append(source)
             known |= ancestors[source]
-        held = _held(program, outward[g], workspace, threshold)
-        scratch, forward = _scratch(program, heavy, members, outward[g], held, workspace, number)
-        if forward is not None and nodes[position[forward]].bytes != held:
-            forward = None
         position[g] = add(
             Node(
                 name=_name(program, members),
                 cost=sum(seconds[index] for index in members),
-                bytes=held,
-                workspace=scratch,
+                bytes=0,  # for now
                 recomputable=not once[g],
                 backward=any("gradient_tape" in ops[index].name for index in members),
-                forward=None if forward is None else position[forward],
             ),
             members,
             sorted(set(sources)),
@@ -395,7 +376,27 @@ def _build(
         outputs=tuple(sorted(holders)),
         order=tuple(pairs),
     )
-    return Extraction(program, graph, tuple(node_groups), threshold)
+    sizeless = Extraction(program, graph, tuple(node_groups), threshold)
+    return _with_memory(sizeless, heavy, workspace)
+
+
+def _with_memory(extraction: Extraction, heavy: _Heavy, workspace: Mapping[int, int]) -> Extraction:
+    """The extraction with the memory that each of its nodes takes."""
+    program, groups = heavy.program, extraction.groups
+    number = {index: g for g, members in enumerate(groups) for index in members}
+    nodes = list(extraction.graph.nodes)
+    for g, members in enumerate(groups):
+        if not members:
+            continue
+        outward = _outward(program, heavy, members)
+        held = _held(program, outward, workspace, extraction.threshold)
+        scratch, forward = _scratch(program, heavy, members, outward, held, workspace, number)
+        nodes[g] = replace(nodes[g], bytes=held, workspace=scratch, forward=forward)
+    for g, node in enumerate(nodes):
+        if node.forward is not None and nodes[node.forward].bytes != node.bytes:
+            nodes[g] = replace(node, forward=None)
+    graph = replace(extraction.graph, nodes=tuple(nodes))
+    return replace(extraction, program=program, graph=graph)
 
 
 def _held(
@@ -411,9 +412,7 @@ def _held(
     return held
 
 
-def _outward(
-    program: Program, heavy: _Heavy, members: Sequence[int], number: Mapping[int, int], g: int
-) -> list[Tensor]:
+def _outward(program: Program, heavy: _Heavy, members: Sequence[int]) -> list[Tensor]:
     """Tensors of a group that something outside of it reads."""
     results = {heavy.root[tensor] for tensor in program.outputs}
     inside = set(members)

@@ -13,7 +13,6 @@ import base64
 import functools
 import hashlib
 import io
-import itertools
 import os
 import warnings
 from collections import Counter
@@ -224,20 +223,17 @@ def _taking(program: Program, type: str) -> Program:
         shapes=tuple(op.shapes[0] for op in inputs),
         dtypes=tuple(op.dtypes[0] for op in inputs),
     )
-    numbers = {index: number for number, index in enumerate(program.inputs)}
-    places = itertools.count(1)
-    moved = {
-        index: (0, numbers[index]) if index in numbers else (next(places), 0)
-        for index in range(len(program.ops))
-    }
-    ops, nodes = [taking], [node_def_pb2.NodeDef()]
-    for index, (op, node) in enumerate(zip(program.ops, program.nodes, strict=True)):
-        if index not in numbers:
-            reads = ((moved[i][0], moved[i][1] + number) for i, number in op.inputs)
-            controls = (moved[effect][0] for effect in op.controls)
-            ops.append(replace(op, inputs=tuple(reads), controls=tuple(controls)))
-            nodes.append(node)
-    return program.rewritten(ops, nodes, moved)
+    taken = {(index, 0): (len(program.ops), n) for n, index in enumerate(program.inputs)}
+    ops = [
+        replace(op, inputs=tuple(taken.get(tensor, tensor) for tensor in op.inputs))
+        for op in program.ops
+    ]
+    return replace(
+        program,
+        ops=(*ops, taking),
+        nodes=(*program.nodes, node_def_pb2.NodeDef(name=type, op=type)),
+        outputs=tuple(taken.get(tensor, tensor) for tensor in program.outputs),
+    )
 
 
 def plain_usage(program: Program, workspace: Mapping[int, int], pool: Pool) -> Usage:

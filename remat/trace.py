@@ -159,7 +159,8 @@ def trace(
     inputs, taking = sources, None
     if taken_from is not None:
         inputs, taking = _hand_over(optimised, *sources)
-        targets = [name for name in targets if name in {node.name for node in optimised.node}]
+        there = {node.name for node in optimised.node}
+        targets = [name for name in targets if name in there]
     shapes = [spec.shape for spec in tf.nest.flatten(list(input_signature))]
     shapes += [tensor.shape for tensor in source.inputs[arguments:]]
     handed = dict(zip([*inputs, *captures], shapes, strict=True)) | {
