@@ -397,8 +397,9 @@ def _made_uneven(
 def _into_hole(
     device: Device, block: Block, others: list[tuple[tf.Tensor, int]], left: int
 ) -> tuple[Block, list[tf.Tensor]]:
-    """The largest hole that variables have left instead of the block, if that holds more
-    of what may be used: of the block then a part is walled off for the rest.
+    """A hole that variables have left instead of the block: the smallest that holds all that
+    may be used, which else would serve, whole, what finds no room in the area; or else the
+    largest, if that holds more than half: of the block then a part is walled off for the rest.
 
     Args:
       device: whose allocator.
@@ -409,6 +410,11 @@ def _into_hole(
     Returns:
       The block to divide, and the walls.
     """
+    roomy = min((chunk for _, chunk in others if chunk > left), default=None)
+    if roomy is not None:
+        tensor, size = others.pop([chunk for _, chunk in others].index(roomy))
+        others.append(_chunk(device, block.bytes))
+        return Block(address(tensor), size), []
     usable = _usable(others, left)
     part = aligned(left - sum(usable))
     if part >= left // 2 or left < sum(usable) or not is_split(block.bytes, part):

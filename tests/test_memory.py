@@ -353,6 +353,30 @@ answer(block=block.bytes, holes=[*laid.layout.before, *laid.layout.after])
     assert sum(found["holes"]) - largest < 4 << 20
 
 
+def test_a_hole_that_holds_all_that_may_be_used_is_the_area() -> None:
+    """Beside the area it would serve what that has no room for, handed out whole."""
+    found = run(
+        """
+from remat import allocator
+from remat.arena import Pool
+held = [tf.zeros([6 << 20])]
+held.clear()  # of a region of 32 MiB ...
+held.append(tf.zeros([2 << 20]))  # ... 24 are left
+device = allocator.device_at_hand()
+budget = allocator.bytes_in_use(device) + (20 << 20)
+block = allocator.claim(device, 2 * budget, 20 << 20)
+laid = allocator.lay_out(device, block, Pool(held=()), budget)
+held.append(tf.zeros([10 << 18]))
+before = allocator.bytes_in_use(device)
+held.append(tf.zeros([13 << 18]))
+answer(area=laid.layout.area, taken=allocator.bytes_in_use(device) - before)
+""",
+        COUNTED,
+    )
+    assert found["taken"] == 13 << 20
+    assert 16 << 20 < found["area"] <= 20 << 20
+
+
 @pytest.mark.parametrize("limit", [254, 238, 166])
 def test_a_hole_does_not_keep_the_pool_from_growing(limit: int) -> None:
     """The hole is as large as what the limit leaves, or thrice that, and would serve the claim."""
@@ -380,8 +404,9 @@ def test_what_functions_hold_while_they_run_is_predicted(kind: str, check: bool)
     model alone, and corrected by a trial.
 
     What operations of a turn or a branch hold at once depends on how the threads fall out:
-    two operations that overlap are 5 % of the peak in the branch, and a trial corrects to the
-    most that it has seen, which is up to 7 % more than later steps take in the loop.
+    of the branch's peak two operations that overlap are 5 %, and where none do, as on one
+    core, it is 15 % less; a trial corrects to the most that it has seen, which is up to 7 %
+    more than later steps take in the loop.
     """
     found = run(
         f"""
@@ -408,7 +433,7 @@ answer(predicted=step.plan.peak, peaks=peaks)
     above = 0.01 if check else 0.04
     below = 0.09 if check else 0.04
     if kind == "branch":
-        above = below = 0.06
+        above, below = 0.06, 0.16
     assert 1 - below < max(found["peaks"]) / found["predicted"] < 1 + above
 
 
