@@ -277,6 +277,7 @@ class Pool:
       layout: how it was divided; guessed from the rest if None.
       quiet: whether nothing else allocates while a step runs, so that tensors
         can be placed (see ``placement``).
+      shared: whether something else may, however it is divided.
       ahead: batches that an input pipeline may hold, too.
     """
 
@@ -289,6 +290,7 @@ class Pool:
     highest: int = 0
     layout: Layout | None = None
     quiet: bool = False
+    shared: bool = False
     ahead: int = 0
 
     @property

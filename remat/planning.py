@@ -16,7 +16,7 @@ import io
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -379,14 +379,13 @@ def make_plan(
         failed = problem
     if failed.interrupted:
         raise infeasible(prepared, budget, failed.estimate)
-    leanest = _leanest(prepared.extraction.graph, seed)
-    planned = _follow(prepared, leanest, budget, ceiling, seed, failed.bound)
-    interrupted = leanest.status is Status.INTERRUPTED
-    if planned.needed > ceiling:
-        least = failed.estimate
-        if not interrupted:
-            least = _least_budget(prepared, leanest, budget, ceiling, seed)
-        raise infeasible(prepared, budget, least)
+    leanest = find_leanest(prepared, budget, ceiling=ceiling, seed=seed, bound=failed.bound)
+    planned = leanest.planned
+    interrupted = leanest.result.status is Status.INTERRUPTED
+    if not leanest.fits:
+        if interrupted:
+            raise infeasible(prepared, budget, failed.estimate)
+        raise refusal(prepared, leanest, budget, seed)
     if interrupted:
         return planned
     return _between(
@@ -417,10 +416,43 @@ class _NoPlanError(Exception):
         self.interrupted = interrupted
 
 
-def _leanest(graph: Graph, seed: int) -> Result:
-    """The schedule of least peak that annealing finds, in a number of changes instead of
-    some seconds: the same one every time, however busy the machine is, so that a budget
-    named for it is met later."""
+@dataclass(frozen=True)
+class Leanest:
+    """The schedule of least peak that was found, whether or not it is within a budget.
+
+    Attributes:
+      result: the schedule.
+      planned: what carries it out.
+      ceiling: bytes that ``planned.needed`` may be.
+    """
+
+    result: Result
+    planned: Planned
+    ceiling: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is within the budget."""
+        return self.planned.needed <= self.ceiling
+
+
+def find_leanest(
+    prepared: Prepared,
+    budget: int,
+    *,
+    ceiling: int | None = None,
+    seed: int = 0,
+    bound: float | None = None,
+) -> Leanest:
+    """Anneals in a number of changes instead of some seconds: what it finds is the same
+    every time, however busy the machine is, so that a budget named for it is met later.
+
+    The arguments are those of ``make_plan``; ``bound``: the least seconds within the budget,
+    if known.
+    """
+    if ceiling is None:
+        ceiling = budget - _margin(budget, prepared.pool)
+    graph = prepared.extraction.graph
     found = solve(
         graph,
         1.0,
@@ -433,7 +465,17 @@ def _leanest(graph: Graph, seed: int) -> Result:
     )
     assert found.peak is not None  # the given order is within its own peak
     status = Status.INTERRUPTED if found.status is Status.INTERRUPTED else Status.FEASIBLE
-    return replace(found, status=status, budget=found.peak)
+    result = replace(found, status=status, budget=found.peak)
+    return Leanest(result, _follow(prepared, result, budget, ceiling, seed, bound), ceiling)
+
+
+def refusal(
+    prepared: Prepared, leanest: Leanest, budget: int, seed: int = 0
+) -> InfeasibleBudgetError:
+    """The error for a budget that even the leanest schedule is not within: it names the least
+    budget found with a place for everything that this one needs."""
+    least = _least_budget(prepared, leanest.result, budget, leanest.ceiling, seed)
+    return infeasible(prepared, budget, least)
 
 
 def _follow(
@@ -454,25 +496,39 @@ def _follow(
 
 
 def _least_budget(prepared: Prepared, leanest: Result, budget: int, ceiling: int, seed: int) -> int:
-    """The least budget found, above a refused one, for which everything has a place, even
-    under a hard limit equal to it."""
+    """The least budget found, above a refused one, for which everything has a place, in the
+    pool at hand and even under a hard limit equal to it."""
     beside = budget - ceiling
-    # What could not be divided for a budget with room for the schedule will not be
-    # for a little more.
     pool = prepared.pool
-    undivided = pool.layout is None and leanest.budget <= budget
-    enough = max(int(budget * (1 + _STEP_UP)), leanest.budget + beside)
-    while True:
+
+    def lacking(enough: int) -> int:
+        """Bytes that a budget is too small by."""
+        most = 0
         try:
-            there = replace(prepared, pool=pool if undivided else _limited(pool, enough))
-            ceiling = enough - max(beside, _margin(enough, there.pool))
-            planned = _follow(there, leanest, enough, ceiling, seed)
-            if planned.needed <= ceiling:
-                return enough
-            lacking = planned.needed - ceiling
+            for there in pools(enough):
+                left = enough - max(beside, _margin(enough, there))
+                at_hand = replace(prepared, pool=there)
+                most = max(most, _follow(at_hand, leanest, enough, left, seed).needed - left)
         except OutOfMemoryError:
-            lacking = 0
-        enough += max(lacking, int(enough * _STEP_UP))
+            return 1
+        return most
+
+    def pools(enough: int) -> Iterator[Pool]:
+        # What could not be divided for a budget with room for the schedule will not be
+        # for a little more.
+        if pool.layout is None and leanest.budget <= budget:
+            yield pool
+            return
+        yield _limited(pool, enough)
+        if pool.layout is not None:
+            area = pool.layout.area + aligned(enough - budget)
+            yield replace(pool, layout=replace(pool.layout, area=area))
+
+    enough = max(int(budget * (1 + _STEP_UP)), leanest.budget + beside)
+    while (more := lacking(enough)) > 0:
+        # What is handed out whole changes with what is free: less than that may do.
+        enough += max(more // 4, int(enough * _STEP_UP))
+    return enough
 
 
 def _limited(pool: Pool, budget: int) -> Pool:
@@ -493,7 +549,8 @@ def _limited(pool: Pool, budget: int) -> Pool:
         return replace(pool, limit=budget, layout=None, quiet=False)
     layout = Layout(in_use, (aligned(min(unclaimed, hole)),), pool.slots, area)
     # A hopeless budget is never divided, one that is enough will be.
-    return replace(pool, layout=layout, quiet=pool.quiet or pool.layout is None)
+    quiet = pool.quiet or (pool.layout is None and not pool.shared)
+    return replace(pool, layout=layout, quiet=quiet)
 
 
 def _between(

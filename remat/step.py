@@ -34,6 +34,7 @@ from .planning import (
     Prepared,
     StepPlan,
     corrected,
+    find_leanest,
     infeasible,
     load_plan,
     make_plan,
@@ -41,11 +42,12 @@ from .planning import (
     pool_of,
     prepare,
     read,
+    refusal,
 )
 from .price import Profile
 from .program import ON_VARIABLES, Kind, Program, has_effects
 from .progress import ProgressLine
-from .solvers import InfeasibleBudgetError, Plan
+from .solvers import InfeasibleBudgetError, Plan, Status
 from .solvers.budget import format_bytes, is_share, parse_budget
 from .solvers.method import Method
 from .solvers.solving import check_method
@@ -69,6 +71,7 @@ _UNPLACED_SETTLING = 5  # ... and, where the allocator chooses the places, until
 # for some.
 _DRIFTS, _MADE_UP = 8.0, 0.25
 _ATTEMPTS = 3  # at a plan for what one step finds
+_LEARNING = 4  # runs, at most, of a step that is refused, for the budget that is named
 _MEASURING = threading.RLock()  # the allocator's counters are the whole process's
 # Stateful operations whose effects a trial run can undo: it puts variables back, and
 # a fresh lowering resets random states.
@@ -221,6 +224,9 @@ class CompiledStep:
             )
             plain = plain_usage(program, {}, pool).peak
             budget, source = self._resolve_budget(plain)
+            # Replicas run side by side.
+            alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
+            pool = replace(pool, shared=not alone or options.quiet is False)
             if options.quiet is False:
                 ahead = _AHEAD_SHARE * min(budget, plain) // max(1, sum(pool.arguments))
                 pool = replace(pool, ahead=min(_AHEAD, int(ahead)))
@@ -232,20 +238,11 @@ class CompiledStep:
                 traced, program, pool, name=name, profile=options.profile, progress=say.line
             )
         self.budget, self.budget_source = self._resolve_budget(self.prepared.plain.peak)
-        if block is not None:
-            if block.bytes < self.budget - allocator.bytes_in_use(self.device):
-                block = self._claim(pool, self.budget) or block
-            self._laid = self._lay_out(block, pool)
-        if self._laid is not None:
-            # Replicas run side by side.
-            alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
-            quiet = alone and options.quiet is not False
-            pool = replace(pool, layout=self._laid.layout, quiet=quiet)
-            self.prepared = replace(self.prepared, pool=pool)
-        # Made once: two sets of them would not find the same slots.
-        self._constants = held_constants(self.prepared.program, self.device)
+        if block is not None and block.bytes < self.budget - allocator.bytes_in_use(self.device):
+            block = self._claim(pool, self.budget) or block
+        self._divide(block)
         with self._timed("solve"):
-            self.planned = self._solve(None, say)
+            self.planned = self._first_plan(say)
         with self._timed("lower"):
             self._run = self._lower()
         if options.check and self.device.counted:
@@ -429,6 +426,60 @@ class CompiledStep:
         self._lower_again()
         self._calls = 0
 
+    def _first_plan(self, say: ProgressLine) -> Planned:
+        """The plan, or an error that names a budget within which a step has been run.
+
+        Raises:
+          InfeasibleBudgetError: if there is none; where no run is possible, what it names
+            is by the prediction.
+        """
+        try:
+            return self._solve(None, say)
+        except InfeasibleBudgetError as error:
+            limit = self.device.limit
+            roomy = self.device.counted and (limit is None or limit >= error.least_budget)
+            checked = self.options.check and roomy and self._testable(say)
+            if say.interrupted or not checked:
+                raise
+            refused = error
+        asked, seed = self.budget, self.options.seed
+        for _ in range(_LEARNING):
+            say.line("measuring the step of least peak, to name a budget that is enough")
+            self.budget = refused.least_budget
+            if self._laid is not None:
+                self._laid.walls.clear()  # what they divide is one again
+            self._divide(self._claim(self.prepared.pool, self.budget))
+            leanest = find_leanest(self.prepared, self.budget, seed=seed)
+            if leanest.result.status is Status.INTERRUPTED:
+                break
+            measured: int | None = None
+            if leanest.fits:
+                self.planned = leanest.planned
+                self._run = self._lower()
+                try:
+                    measured, recorded = self._trial()
+                except tf.errors.OpError:  # it fails on zeros
+                    break
+                finally:
+                    del self._run  # and the constants of its graph
+                self.prepared = corrected(self.prepared, self._compare(recorded, set()))
+                leanest = find_leanest(self.prepared, self.budget, seed=seed)
+            if leanest.fits and measured is not None and measured <= self.budget:
+                break
+            refused = refusal(self.prepared, leanest, max(self.budget, measured or 0), seed)
+        raise infeasible(self.prepared, asked, refused.least_budget)
+
+    def _divide(self, block: allocator.Block | None) -> None:
+        """Divides a block, if there is one, for the budget: what is planned is for that."""
+        pool = replace(self.prepared.pool, layout=None, quiet=False)
+        self._constants: dict[int, tf.Tensor] = {}
+        self._laid = None if block is None else self._lay_out(block, pool)
+        if self._laid is not None:
+            pool = replace(pool, layout=self._laid.layout, quiet=not pool.shared)
+        self.prepared = replace(self.prepared, pool=pool)
+        # Made once: two sets of them would not find the same slots.
+        self._constants = held_constants(self.prepared.program, self.device)
+
     def _solve(
         self,
         ceiling: int | None,
@@ -459,11 +510,7 @@ class CompiledStep:
 
         Every variable is put back afterwards, bit for bit.
         """
-        if not self._reversible():
-            say.line("not measured before the first step: it has effects beside its variables")
-            return
-        if _may_not_end(self.prepared.program):
-            say.line("not measured before the first step: on zeros its loops might not end")
+        if not self._testable(say):
             return
         # What a run takes varies where the allocator chooses the places.
         slack = 0 if self.prepared.pool.quiet else int(_UNPLACED_SLACK * self.budget)
@@ -511,6 +558,17 @@ class CompiledStep:
                     raise
                 break  # it is within the budget, if only just
             self._run = self._lower()
+
+    def _testable(self, say: ProgressLine) -> bool:
+        """Whether the step may be run on zeros; says why not."""
+        why = None
+        if not self._reversible():
+            why = "it has effects beside its variables"
+        elif _may_not_end(self.prepared.program):
+            why = "on zeros its loops might not end"
+        if why is not None:
+            say.line(f"not measured before the first step: {why}")
+        return why is None
 
     def _trial(self) -> tuple[int | None, list[Allocation]]:
         """Runs the step on zeros, as in a training loop (the last results are held

@@ -387,7 +387,7 @@ answer(
 
 
 def test_where_a_plain_step_has_run_the_named_budget_is_in_reach() -> None:
-    """Its memory is in pieces, which are not known before a budget with room for a plan."""
+    """Its memory is in pieces, which are not known before it is divided for that budget."""
     found = run(
         dedent(_MODELS["batchnorm"]).replace("(64", "(256")
         + """
@@ -401,7 +401,7 @@ def plain(x, y):
 data = list(zip(batches(specs[0], 3), batches(specs[1], 3, seed=1)))
 plain(*data[0])
 named, measured = [24 << 20], None
-while measured is None and len(named) < 5:
+while measured is None and len(named) < 3:
     try:
         step = remat.compile(model, loss, optimizer, *specs, budget=named[-1])
         measured = peak_of(lambda: train(step, data))
@@ -411,8 +411,7 @@ answer(named=named, measured=measured)
 """,
         COUNTED,
     )
-    assert found["named"] == sorted(set(found["named"]))
-    assert found["measured"] is not None
+    assert len(found["named"]) == 2
     assert found["measured"] <= found["named"][-1]
 
 
