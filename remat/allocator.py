@@ -19,7 +19,17 @@ import psutil
 import tensorflow as tf
 from tensorflow.python.eager import context, execute
 
-from .arena import ALIGNMENT, GRAIN, LEAST_AREA, Layout, Pool, aligned, is_split, slots_end
+from .arena import (
+    ALIGNMENT,
+    GRAIN,
+    LEAST_AREA,
+    Layout,
+    Pool,
+    aligned,
+    is_roomy,
+    is_split,
+    slots_end,
+)
 from .device import cpu_is_pooled, default_device
 
 UNWRITTEN = "_ParallelConcatStart"
@@ -28,6 +38,7 @@ UNWRITTEN = "_ParallelConcatStart"
 
 _SMALLEST_CLAIM = 1 << 20  # bytes
 _TRIES = 3  # at a slot, among other free chunks of its size
+_PIECES = 1024  # that a hole is divided in, at most
 _SMALL_SLOT = GRAIN - ALIGNMENT  # bytes of a slot for small values
 # Of what is free, until it is not in one piece; a chunk that is little larger is had whole.
 _SHARES = (0.4, 0.6, 0.8, 0.9, 0.97)
@@ -230,7 +241,9 @@ def lay_out(
 
     Returns:
       The layout; None if it would leave too little of the budget in one piece
-      (``LEAST_AREA``).
+      (``LEAST_AREA``).  Where the allocator chooses the places (``pool.shared``) and the
+      block has room for it, the area is so large that whatever is free of it is cut for
+      a request, and never handed out whole.
     """
     in_use = bytes_in_use(device)
     try:
@@ -242,9 +255,13 @@ def lay_out(
     cuts = _made_uneven(device, others, sizes)
     in_use += len(cuts) * ALIGNMENT
     left = budget - in_use
-    block, walls = _into_hole(device, block, others, left)
+    if pool.shared and is_roomy(block.bytes - end, left):
+        walls = _in_pieces(device, others)
+        area = block.bytes - end
+    else:
+        block, walls = _into_hole(device, block, others, left)
+        area = min(block.bytes, left - sum(_usable(others, left))) - end
     walls += cuts
-    area = min(block.bytes, left - sum(_usable(others, left))) - end
     beyond = block.bytes - end - area
     if area < LEAST_AREA * left:
         return None
@@ -394,12 +411,36 @@ def _made_uneven(
     return cuts
 
 
+def _in_pieces(device: Device, others: list[tuple[tf.Tensor, int]]) -> list[tf.Tensor]:
+    """Divides free chunks so that they serve nothing large: it would get one whole, and
+    there is one to be cut for it.
+
+    Args:
+      device: whose allocator.
+      others: all free chunks but that one, which are changed accordingly.
+
+    Returns:
+      The walls.
+    """
+    walls = []
+    for size in [chunk for _, chunk in others]:
+        piece = max(GRAIN, aligned(size // _PIECES))
+        count = size // (piece + ALIGNMENT) - 1
+        if count < 1:
+            continue
+        others.pop([chunk for _, chunk in others].index(size))
+        for _ in range(count):  # nothing that is free is smaller
+            others.append(_chunk(device, piece))
+            walls.append(_chunk(device, ALIGNMENT)[0])
+        others.append(_chunk(device, size - count * (piece + ALIGNMENT)))
+    return walls
+
+
 def _into_hole(
     device: Device, block: Block, others: list[tuple[tf.Tensor, int]], left: int
 ) -> tuple[Block, list[tf.Tensor]]:
-    """A hole that variables have left instead of the block: the smallest that holds all that
-    may be used, which else would serve, whole, what finds no room in the area; or else the
-    largest, if that holds more than half: of the block then a part is walled off for the rest.
+    """The largest hole that variables have left instead of the block, if that holds more
+    of what may be used: of the block then a part is walled off for the rest.
 
     Args:
       device: whose allocator.
@@ -410,11 +451,6 @@ def _into_hole(
     Returns:
       The block to divide, and the walls.
     """
-    roomy = min((chunk for _, chunk in others if chunk > left), default=None)
-    if roomy is not None:
-        tensor, size = others.pop([chunk for _, chunk in others].index(roomy))
-        others.append(_chunk(device, block.bytes))
-        return Block(address(tensor), size), []
     usable = _usable(others, left)
     part = aligned(left - sum(usable))
     if part >= left // 2 or left < sum(usable) or not is_split(block.bytes, part):

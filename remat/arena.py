@@ -201,6 +201,12 @@ def is_split(chunk: int, size: int) -> bool:
     return chunk >= 2 * size or chunk - size >= _SPLIT_WASTE
 
 
+def is_roomy(area: int, left: int) -> bool:
+    """Whether an area's free end is cut for every request as long as these take at most
+    ``left`` bytes together."""
+    return area >= 2 * left
+
+
 def _bin(size: int) -> int:
     return min(_BINS - 1, max(size >> 8, 1).bit_length() - 1)
 

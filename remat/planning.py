@@ -22,7 +22,16 @@ from typing import Any
 
 from tensorflow.core.framework import node_def_pb2
 
-from .arena import GRAIN, LEAST_AREA, Layout, OutOfMemoryError, Pool, aligned, slots_end
+from .arena import (
+    GRAIN,
+    LEAST_AREA,
+    Layout,
+    OutOfMemoryError,
+    Pool,
+    aligned,
+    is_roomy,
+    slots_end,
+)
 from .calibrate import Corrections
 from .extract import Extraction, expand, extract
 from .generators import Generators
@@ -497,7 +506,7 @@ def _follow(
 
 def _least_budget(prepared: Prepared, leanest: Result, budget: int, ceiling: int, seed: int) -> int:
     """The least budget found, above a refused one, for which everything has a place, in the
-    pool at hand and even under a hard limit equal to it."""
+    pool at hand and, unless that is far from any, even under a hard limit equal to it."""
     beside = budget - ceiling
     pool = prepared.pool
 
@@ -519,10 +528,12 @@ def _least_budget(prepared: Prepared, leanest: Result, budget: int, ceiling: int
         if pool.layout is None and leanest.budget <= budget:
             yield pool
             return
-        yield _limited(pool, enough)
         if pool.layout is not None:
             area = pool.layout.area + aligned(enough - budget)
             yield replace(pool, layout=replace(pool.layout, area=area))
+            if pool.shared and is_roomy(area, enough - pool.layout.in_use):
+                return  # no limit is near
+        yield _limited(pool, enough)
 
     enough = max(int(budget * (1 + _STEP_UP)), leanest.budget + beside)
     while (more := lacking(enough)) > 0:

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tensorflow.python.eager import record as tape
 
 from . import allocator
-from .arena import Pool
+from .arena import Pool, slots_end
 from .calibrate import Corrections, compare
 from .generators import ASKING, Generators, apart, keeps_state, kernel_handles
 from .inplace import stays
@@ -729,15 +729,20 @@ class CompiledStep:
         """Claims what the step will use beside what is there already.
 
         Where there is more, it claims more: what lies beyond the budget is then
-        never the best fit for anything.  ``spare``: bytes that the budget may turn out
-        to be larger by.
+        never the best fit for anything, and where the allocator chooses the places there is
+        always something to cut.  ``spare``: bytes that the budget may turn out to be larger
+        by.
         """
         in_use = allocator.bytes_in_use(self.device)
-        count, unclaimed, limit = 2 * (budget + spare), None, self.device.limit
+        count, least = 2 * (budget + spare), budget - in_use
+        unclaimed, limit = None, self.device.limit
+        if pool.shared:
+            count += slots_end(pool.slots)
+            least = count
         if limit is not None:
-            count = min(count, limit - in_use)
+            count, least = min(count, limit - in_use), budget - in_use
             unclaimed = replace(pool, limit=limit).unclaimed() if self.device.growth else None
-        return allocator.claim(self.device, count, budget - in_use, unclaimed)
+        return allocator.claim(self.device, count, least, unclaimed)
 
     def _lay_out(self, block: allocator.Block, pool: Pool) -> allocator.Laid | None:
         """Divides memory, unless that leaves too little of it in one piece."""

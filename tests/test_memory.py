@@ -353,8 +353,8 @@ answer(block=block.bytes, holes=[*laid.layout.before, *laid.layout.after])
     assert sum(found["holes"]) - largest < 4 << 20
 
 
-def test_a_hole_that_holds_all_that_may_be_used_is_the_area() -> None:
-    """Beside the area it would serve what that has no room for, handed out whole."""
+def test_where_the_allocator_chooses_nothing_large_is_handed_out_whole() -> None:
+    """Of a hole of 24 MiB, 13 would get all."""
     found = run(
         """
 from remat import allocator
@@ -365,16 +365,20 @@ held.append(tf.zeros([2 << 20]))  # ... 24 are left
 device = allocator.device_at_hand()
 budget = allocator.bytes_in_use(device) + (20 << 20)
 block = allocator.claim(device, 2 * budget, 20 << 20)
-laid = allocator.lay_out(device, block, Pool(held=()), budget)
-held.append(tf.zeros([10 << 18]))
-before = allocator.bytes_in_use(device)
-held.append(tf.zeros([13 << 18]))
-answer(area=laid.layout.area, taken=allocator.bytes_in_use(device) - before)
+laid = allocator.lay_out(device, block, Pool(held=(), shared=True), budget)
+taken = []
+for count in (6, 13):
+    before = allocator.bytes_in_use(device)
+    held.append(tf.zeros([count << 18]))
+    taken.append(allocator.bytes_in_use(device) - before)
+arena = Pool(held=(), layout=laid.layout, shared=True).arena()
+modelled = [arena.allocate(count << 20).size for count in (6, 13)]
+answer(area=laid.layout.area, taken=taken, modelled=modelled)
 """,
         COUNTED,
     )
-    assert found["taken"] == 13 << 20
-    assert 16 << 20 < found["area"] <= 20 << 20
+    assert found["taken"] == found["modelled"] == [count << 20 for count in (6, 13)]
+    assert found["area"] >= 40 << 20
 
 
 @pytest.mark.parametrize("limit", [254, 238, 166])
