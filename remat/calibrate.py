@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from .arena import GRAIN
 from .conditionals import CONDITIONALS
-from .lower import node_name
+from .lower import FILLER, node_name
 from .memory import Event, Requests
 from .program import Kind, Op, Program, calls
 from .timeline import Allocation
@@ -35,6 +35,12 @@ class Corrections:
 
     def __bool__(self) -> bool:
         return bool(self.takes_over or self.workspace)
+
+    def followed_by(self, later: Corrections) -> Corrections:
+        """These, and those of a later run."""
+        return Corrections(
+            {**self.takes_over, **later.takes_over}, {**self.workspace, **later.workspace}
+        )
 
     def apply(self, program: Program) -> Program:
         """The program with its forwards corrected."""
@@ -92,6 +98,8 @@ def _held_while_calling(
             at, size = holder.pop(allocation.address, (-1, 0))
             held[at] -= size
             continue
+        if allocation.op.startswith(FILLER):
+            continue
         latest = position.get(allocation.op, latest)
         around = calling[bisect_left(calling, latest) : bisect_right(calling, end)]
         if allocation.op in position:
@@ -112,6 +120,7 @@ def compare(
     workspace: Mapping[int, int],
     recorded: Sequence[Allocation],
     corrected: Collection[int] = (),
+    corrected_types: Collection[str] = (),
 ) -> Corrections:
     """Compares what each event was expected to allocate with what it did.
 
@@ -123,6 +132,8 @@ def compare(
       recorded: of one run; it may have ended early.
       corrected: operations whose scratch memory an earlier run corrected.  It may
         depend on how many threads were free: the most ever asked for counts.
+      corrected_types: of operations that an earlier run corrected.  Of a type whose
+        operations do both, none is believed to take over a buffer.
     """
     names = [node_name(program, event) for event in events]
     measured = requested_by_op(recorded)
@@ -167,6 +178,7 @@ def compare(
             if scratch > known or (scratch < known and event.op not in corrected):
                 found_workspace[event.op] = scratch
     certain = {kind: found.pop() for kind, found in takes_over.items() if len(found) == 1}
+    certain = {k: takes for k, takes in certain.items() if not (takes and k in corrected_types)}
     corrections = Corrections(certain, found_workspace)
     # What is believed already is no correction (the last slice of a buffer, say, is
     # taken over by a kernel that takes over buffers, and no model knows that).

@@ -534,8 +534,12 @@ def _extra(
 def _name(program: Program, members: Sequence[int]) -> str:
     """The name of the operation that returns the most, for people."""
     largest = max(members, key=lambda index: (sum(program.ops[index].bytes), index))
-    # In fit all of a step is in a call, whose name would say nothing.
-    return re.sub("^(Stateful)?PartitionedCall/", "", program.ops[largest].name)
+    return name_for_people(program, largest)
+
+
+def name_for_people(program: Program, index: int) -> str:
+    """An operation's name, without the call that all of a step is in under ``fit``."""
+    return re.sub("^(Stateful)?PartitionedCall/", "", program.ops[index].name)
 
 
 def _sorted(count: int, before: Sequence[Iterable[int]], priority: Sequence[int]) -> list[int]:

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2, types_pb2
 from tensorflow.core.framework.function_pb2 import FunctionDef
 from tensorflow.core.protobuf import config_pb2
-from tensorflow.python.eager import context
+from tensorflow.python.eager import context, execute
 
 from .allocator import UNWRITTEN, Device, bytes_in_use, device_at_hand
 from .conditionals import CONDITIONALS
@@ -34,7 +34,8 @@ from .program import ON_VARIABLES, Kind, Program, calls, has_effects
 # identity in front hides the pattern: (operation, input).  What it would fuse
 # in the plain step is one operation already (``onednn``).
 _SHIELDED = {"BiasAdd": 0, "BiasAddGrad": 0, "Conv2D": 0, "DepthwiseConv2dNative": 0, "Conv3D": 0}
-_FILLER = "remat/filler_"  # prefix of their nodes' names
+FILLER = "remat/filler_"
+"""Prefix of the names of the nodes that are fillers."""
 _DROPPED_ATTRIBUTES = ("_class", "_output_shapes", "_grappler_do_not_remove")
 
 
@@ -97,14 +98,19 @@ def lower(
     captured = inner.captured_inputs
     kinds = [tensor.dtype for tensor in inner.outputs]
 
+    name = inner.function_def.signature.name
+    config = as_written()
+
     def call(*arguments: tf.Tensor) -> list[tf.Tensor]:
-        return tf.raw_ops.StatefulPartitionedCall(
-            args=[*arguments, *captured],
-            Tout=kinds,
-            f=inner,
-            config_proto=as_written(),
-            executor_type=executor,
-        )
+        args = [*arguments, *captured]
+        if tf.inside_function():
+            return tf.raw_ops.StatefulPartitionedCall(
+                args=args, Tout=kinds, f=inner, config_proto=config, executor_type=executor
+            )
+        # As a kernel of its own, which is gone with the function: one that calls it, and
+        # whatever that holds (constants), would stay for as long as the process runs.
+        attributes = ("executor_type", executor, "config_proto", config)
+        return list(execute.execute(name, len(kinds), args, attributes, context.context()))
 
     return call
 
@@ -193,14 +199,14 @@ def build_graph(
         before: list[str] = []
         during: list[str] = []
         for number, filler in enumerate(fillers.get(index, ())):
-            previous = _allocate(graph_def, f"{_FILLER}{index}_{number}", filler.bytes, previous)
+            previous = _allocate(graph_def, f"{FILLER}{index}_{number}", filler.bytes, previous)
             (during if filler.during else before).append(previous)
-        previous = _give_back(graph_def, f"{_FILLER}{index}/before", before, previous)
+        previous = _give_back(graph_def, f"{FILLER}{index}/before", before, previous)
         if previous is not None and f"^{previous}" not in node.input:
             node.input.append(f"^{previous}")
         if op.type in CONDITIONALS and op.dtypes:
             ends[index] = _end(graph_def, name, op.dtypes)
-        previous = _give_back(graph_def, f"{_FILLER}{index}/after", during, ends[index])
+        previous = _give_back(graph_def, f"{FILLER}{index}/after", during, ends[index])
         if op.type in _SHIELDED:
             slot = _SHIELDED[op.type]
             shield = graph_def.node.add(name=f"{name}/shield", op="Identity")

@@ -33,7 +33,7 @@ from .arena import (
     slots_end,
 )
 from .calibrate import Corrections
-from .extract import Extraction, expand, extract
+from .extract import Extraction, expand, extract, name_for_people
 from .generators import Generators
 from .memory import (
     Event,
@@ -845,5 +845,13 @@ def infeasible(prepared: Prepared, budget: int, least_budget: int) -> Infeasible
     """The error that says what a budget lacks; ``least_budget`` is known to be enough."""
     graph = prepared.extraction.graph
     floor, nodes = memory_floor(graph)
-    names = tuple(graph.nodes[index].name for index in nodes)
+    names = tuple(_largest(prepared, index) for index in nodes)
     return InfeasibleBudgetError(budget, floor, names, least_budget, graph.resident)
+
+
+def _largest(prepared: Prepared, node: int) -> str:
+    """The name of the operation of a node that takes the most."""
+    program, workspace = prepared.program, prepared.prices.workspace
+    members = prepared.extraction.groups[node]
+    taken = {index: sum(program.ops[index].bytes) + workspace.get(index, 0) for index in members}
+    return name_for_people(program, max(members, key=lambda index: taken[index]))

@@ -9,7 +9,7 @@ import numbers
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -184,6 +184,7 @@ class CompiledStep:
         self._settled_bytes: int | None = None  # in use when memory was last found as laid
         self._drifts = 0.0  # see _DRIFTS
         self._warned_often = False
+        self._corrected = Corrections({}, {})  # by runs until now
         self._unplaced: tuple[Prepared, Planned, Callable[..., list[tf.Tensor]]] | None = None
         self._kept: list[Any] = []  # generators of calls inside other functions
         self._unfed: Unfed | None = None
@@ -452,7 +453,8 @@ class CompiledStep:
             leanest = find_leanest(self.prepared, self.budget, seed=seed)
             if leanest.result.status is Status.INTERRUPTED:
                 break
-            measured: int | None = None
+            taken = self.budget  # or more, that nobody knows the cause of
+            within = False
             if leanest.fits:
                 self.planned = leanest.planned
                 self._run = self._lower()
@@ -461,12 +463,16 @@ class CompiledStep:
                 except tf.errors.OpError:  # it fails on zeros
                     break
                 finally:
-                    del self._run  # and the constants of its graph
-                self.prepared = corrected(self.prepared, self._compare(recorded, set()))
-                leanest = find_leanest(self.prepared, self.budget, seed=seed)
-            if leanest.fits and measured is not None and measured <= self.budget:
+                    self._give_up_lowered()
+                within = measured is not None and measured <= self.budget
+                if corrections := self._compare(recorded):
+                    self.prepared = corrected(self.prepared, corrections)
+                    leanest = find_leanest(self.prepared, self.budget, seed=seed)
+                elif measured is not None:
+                    taken = max(taken, measured)
+            if leanest.fits and within:
                 break
-            refused = refusal(self.prepared, leanest, max(self.budget, measured or 0), seed)
+            refused = refusal(self.prepared, leanest, taken, seed)
         raise infeasible(self.prepared, asked, refused.least_budget)
 
     def _divide(self, block: allocator.Block | None) -> None:
@@ -514,7 +520,6 @@ class CompiledStep:
             return
         # What a run takes varies where the allocator chooses the places.
         slack = 0 if self.prepared.pool.quiet else int(_UNPLACED_SLACK * self.budget)
-        corrected_before: set[int] = set()
         for trial in range(_TRIALS):
             say.line("measuring one step")
             try:
@@ -525,8 +530,7 @@ class CompiledStep:
                 break
             if measured is not None:
                 self.measured_peak = measured
-            corrections = self._compare(recorded, corrected_before)
-            corrected_before |= corrections.workspace.keys()
+            corrections = self._compare(recorded)
             # Out of memory does not say by how much: try 5 %.
             excess = self.budget // 20 if measured is None else measured - self.budget
             if not corrections and excess <= -slack:
@@ -610,18 +614,28 @@ class CompiledStep:
                     break
         return peak, recorded
 
-    def _compare(
-        self, recorded: Sequence[Allocation], corrected_before: Collection[int]
-    ) -> Corrections:
+    def _compare(self, recorded: Sequence[Allocation]) -> Corrections:
         """What a recorded run says about the model of the step's memory."""
         program, events = self.prepared.program, self.planned.events
-        workspace = self.prepared.prices.workspace
+        workspace, before = self.prepared.prices.workspace, self._corrected
         asked = requests(program, events, workspace)
-        return compare(program, events, asked, workspace, recorded, corrected_before)
+        found = compare(
+            program, events, asked, workspace, recorded, before.workspace, before.takes_over
+        )
+        self._corrected = before.followed_by(found)
+        return found
 
     def _lower(self) -> Callable[..., list[tf.Tensor]]:
+        self._give_up_lowered()
         program, planned = self.prepared.program, self.planned
         return lower(program, planned.events, planned.fillers, self._constants)
+
+    def _give_up_lowered(self) -> None:
+        """Frees what an earlier lowering holds: the constants of its graph, and of the
+        branches and turns that it calls."""
+        if hasattr(self, "_run"):
+            del self._run
+            gc.collect()
 
     def _apart(
         self, program: Program, planned: Planned, *, timed: bool = False
@@ -763,9 +777,7 @@ class CompiledStep:
         assert self._laid is not None
         pool = replace(self.prepared.pool, layout=None)
         self._settled_bytes = None
-        # The constants of its graph would be freed once memory is divided.
-        del self._run
-        gc.collect()
+        self._give_up_lowered()  # later would be after memory is divided
         try:
             with ProgressLine(self.options.verbose) as say:
                 say.line("memory is not divided as it was: planning again")

@@ -306,9 +306,9 @@ def _specs(batch: Any) -> Signature:
     found = []
     for leaf in tf.nest.flatten(batch):
         # Under several replicas there is a part for each; all are alike.
-        part = tf.nest.flatten(leaf, expand_composites=True)[0]
-        if isinstance(part, (tf.Tensor, tf.TensorSpec, np.ndarray, np.generic)):
-            found.append(tf.TensorSpec(part.shape, part.dtype))
+        for part in tf.nest.flatten(leaf, expand_composites=True)[:1]:
+            if isinstance(part, (tf.Tensor, tf.TensorSpec, np.ndarray, np.generic)):
+                found.append(tf.TensorSpec(part.shape, part.dtype))
     return tuple(found)
 
 

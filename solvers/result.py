@@ -53,6 +53,7 @@ class InfeasibleBudgetError(ValueError):
         self.resident = resident
         self.proven = budget < floor
         names = ", ".join(floor_nodes[:3]) + (", ..." if len(floor_nodes) > 3 else "")
+        names = names if len(floor_nodes) == 1 else f"any one of {names}"
         held = f"; {_amount(resident)} are held throughout" if resident else ""
         verdict = (
             "cannot be met by any schedule" if self.proven else "was not met by any schedule found"
