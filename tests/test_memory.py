@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from child import COUNTED, EXACT, run
 
-from remat.arena import Arena, Layout, OutOfMemoryError, Pool
+from remat.arena import GRAIN, Arena, Layout, OutOfMemoryError, Pool
 from remat.program import Kind, _kind
 
 _LIMITED = {**COUNTED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": "400"}
@@ -530,3 +530,37 @@ def test_without_a_limit_a_pool_grows_where_tensors_have_no_places() -> None:
     limited = Pool(held=(), layout=layout, quiet=True).arena()
     with pytest.raises(OutOfMemoryError):
         limited.allocate(200 << 20)
+
+
+def test_what_a_plan_holds_goes_with_it() -> None:
+    """The constants of branches, say, that a step has."""
+    found = run(
+        """
+class Depth(keras.layers.Layer):
+    def call(self, x, training=False):
+        if not training:
+            return x
+        return tf.cond(tf.random.uniform(()) < 0.5, lambda: x, lambda: tf.zeros_like(x))
+
+keras.utils.set_random_seed(0)
+x = inputs = keras.Input((24, 24, 3))
+x = keras.layers.Conv2D(16, 3, padding="same")(x)
+for _ in range(3):
+    y = keras.layers.Conv2D(16, 3, padding="same", activation="gelu")(x)
+    x = keras.layers.Add()([x, Depth()(y)])
+model = keras.Model(inputs, keras.layers.Dense(10)(keras.layers.GlobalAveragePooling2D()(x)))
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+specs = tf.TensorSpec((8, 24, 24, 3)), tf.TensorSpec((8,), tf.int32)
+step = remat.compile(model, loss, keras.optimizers.SGD(), *specs, budget="1GiB")
+x, y = tf.constant(batches(specs[0], 1)[0]), tf.constant(batches(specs[1], 1)[0])
+results = step(x, y)
+before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+for _ in range(3):
+    step.compiled._lower_again()
+    results = step(x, y)
+after = tf.config.experimental.get_memory_info("CPU:0")["current"]
+answer(left=after - before)
+""",
+        {**COUNTED, **EXACT},
+    )
+    assert found["left"] < GRAIN
