@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .arena import GRAIN
@@ -119,8 +119,7 @@ def compare(
     asked: Requests,
     workspace: Mapping[int, int],
     recorded: Sequence[Allocation],
-    corrected: Collection[int] = (),
-    corrected_types: Collection[str] = (),
+    before: Corrections,
 ) -> Corrections:
     """Compares what each event was expected to allocate with what it did.
 
@@ -130,10 +129,9 @@ def compare(
       asked: what they were expected to ask for.
       workspace: bytes of scratch memory that they were expected to ask for.
       recorded: of one run; it may have ended early.
-      corrected: operations whose scratch memory an earlier run corrected.  It may
-        depend on how many threads were free: the most ever asked for counts.
-      corrected_types: of operations that an earlier run corrected.  Of a type whose
-        operations do both, none is believed to take over a buffer.
+      before: what earlier runs have corrected.  Scratch memory may depend on how many
+        threads were free: the most ever asked for counts.  Of a type whose operations
+        do both, none is believed to take over a buffer.
     """
     names = [node_name(program, event) for event in events]
     measured = requested_by_op(recorded)
@@ -152,7 +150,7 @@ def compare(
             known = workspace.get(event.op, 0)
             scratch = while_calling.get(at, 0) + known - sum(asked.sizes[n] for n in taken)
             # The branch that was not taken may need more than the one that was.
-            lower = op.type not in CONDITIONALS and event.op not in corrected
+            lower = op.type not in CONDITIONALS and event.op not in before.workspace
             if abs(scratch - known) >= GRAIN and (scratch > known or lower):
                 found_workspace[event.op] = max(0, scratch)
             continue
@@ -175,10 +173,13 @@ def compare(
             outputs = sum(size for size in op.bytes if size >= GRAIN and expected[size])
             scratch = max(0, sum(found.elements()) - outputs)
             known = workspace.get(event.op, 0)
-            if scratch > known or (scratch < known and event.op not in corrected):
+            if scratch > known or (scratch < known and event.op not in before.workspace):
                 found_workspace[event.op] = scratch
-    certain = {kind: found.pop() for kind, found in takes_over.items() if len(found) == 1}
-    certain = {k: takes for k, takes in certain.items() if not (takes and k in corrected_types)}
+    certain = {
+        kind: found.pop()
+        for kind, found in takes_over.items()
+        if found == {False} or (found == {True} and kind not in before.takes_over)
+    }
     corrections = Corrections(certain, found_workspace)
     # What is believed already is no correction (the last slice of a buffer, say, is
     # taken over by a kernel that takes over buffers, and no model knows that).

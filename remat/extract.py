@@ -349,7 +349,7 @@ def _build(
             known |= ancestors[source]
         position[g] = add(
             Node(
-                name=_name(program, members),
+                name=name_for_people(program, members),
                 cost=sum(seconds[index] for index in members),
                 bytes=0,  # for now
                 recomputable=not once[g],
@@ -531,15 +531,19 @@ def _extra(
     return peak
 
 
-def _name(program: Program, members: Sequence[int]) -> str:
-    """The name of the operation that returns the most, for people."""
-    largest = max(members, key=lambda index: (sum(program.ops[index].bytes), index))
-    return name_for_people(program, largest)
+def name_for_people(
+    program: Program, members: Iterable[int], workspace: Mapping[int, int] | None = None
+) -> str:
+    """The name of the operation of a node that takes the most: results, and scratch memory
+    where that is given."""
+    scratch = workspace or {}
 
+    def taken(index: int) -> int:
+        return sum(program.ops[index].bytes) + scratch.get(index, 0)
 
-def name_for_people(program: Program, index: int) -> str:
-    """An operation's name, without the call that all of a step is in under ``fit``."""
-    return re.sub("^(Stateful)?PartitionedCall/", "", program.ops[index].name)
+    largest = max(members, key=lambda index: (taken(index), index))
+    # In fit all of a step is in a call, whose name would say nothing.
+    return re.sub("^(Stateful)?PartitionedCall/", "", program.ops[largest].name)
 
 
 def _sorted(count: int, before: Sequence[Iterable[int]], priority: Sequence[int]) -> list[int]:

@@ -452,16 +452,21 @@ def find_leanest(
     ceiling: int | None = None,
     seed: int = 0,
     bound: float | None = None,
+    result: Result | None = None,
 ) -> Leanest:
     """Anneals in a number of changes instead of some seconds: what it finds is the same
     every time, however busy the machine is, so that a budget named for it is met later.
 
     The arguments are those of ``make_plan``; ``bound``: the least seconds within the budget,
-    if known.
+    if known; ``result``: what was found before, for the same graph.
     """
     if ceiling is None:
         ceiling = budget - _margin(budget, prepared.pool)
-    graph = prepared.extraction.graph
+    result = result or _leanest_schedule(prepared.extraction.graph, seed)
+    return Leanest(result, _follow(prepared, result, budget, ceiling, seed, bound), ceiling)
+
+
+def _leanest_schedule(graph: Graph, seed: int) -> Result:
     found = solve(
         graph,
         1.0,
@@ -474,8 +479,7 @@ def find_leanest(
     )
     assert found.peak is not None  # the given order is within its own peak
     status = Status.INTERRUPTED if found.status is Status.INTERRUPTED else Status.FEASIBLE
-    result = replace(found, status=status, budget=found.peak)
-    return Leanest(result, _follow(prepared, result, budget, ceiling, seed, bound), ceiling)
+    return replace(found, status=status, budget=found.peak)
 
 
 def refusal(
@@ -845,13 +849,6 @@ def infeasible(prepared: Prepared, budget: int, least_budget: int) -> Infeasible
     """The error that says what a budget lacks; ``least_budget`` is known to be enough."""
     graph = prepared.extraction.graph
     floor, nodes = memory_floor(graph)
-    names = tuple(_largest(prepared, index) for index in nodes)
+    groups, workspace = prepared.extraction.groups, prepared.prices.workspace
+    names = tuple(name_for_people(prepared.program, groups[node], workspace) for node in nodes)
     return InfeasibleBudgetError(budget, floor, names, least_budget, graph.resident)
-
-
-def _largest(prepared: Prepared, node: int) -> str:
-    """The name of the operation of a node that takes the most."""
-    program, workspace = prepared.program, prepared.prices.workspace
-    members = prepared.extraction.groups[node]
-    taken = {index: sum(program.ops[index].bytes) + workspace.get(index, 0) for index in members}
-    return name_for_people(program, max(members, key=lambda index: taken[index]))

@@ -47,7 +47,7 @@ from .planning import (
 from .price import Profile
 from .program import ON_VARIABLES, Kind, Program, has_effects
 from .progress import ProgressLine
-from .solvers import InfeasibleBudgetError, Plan, Status
+from .solvers import InfeasibleBudgetError, Plan, Result, Status
 from .solvers.budget import format_bytes, is_share, parse_budget
 from .solvers.method import Method
 from .solvers.solving import check_method
@@ -185,6 +185,7 @@ class CompiledStep:
         self._drifts = 0.0  # see _DRIFTS
         self._warned_often = False
         self._corrected = Corrections({}, {})  # by runs until now
+        self._constants: dict[int, tf.Tensor] = {}
         self._unplaced: tuple[Prepared, Planned, Callable[..., list[tf.Tensor]]] | None = None
         self._kept: list[Any] = []  # generators of calls inside other functions
         self._unfed: Unfed | None = None
@@ -444,13 +445,14 @@ class CompiledStep:
                 raise
             refused = error
         asked, seed = self.budget, self.options.seed
+        schedule: Result | None = None
         for _ in range(_LEARNING):
             say.line("measuring the step of least peak, to name a budget that is enough")
             self.budget = refused.least_budget
             if self._laid is not None:
                 self._laid.walls.clear()  # what they divide is one again
             self._divide(self._claim(self.prepared.pool, self.budget))
-            leanest = find_leanest(self.prepared, self.budget, seed=seed)
+            leanest = find_leanest(self.prepared, self.budget, seed=seed, result=schedule)
             if leanest.result.status is Status.INTERRUPTED:
                 break
             taken = self.budget  # or more, that nobody knows the cause of
@@ -472,19 +474,24 @@ class CompiledStep:
                     taken = max(taken, measured)
             if leanest.fits and within:
                 break
+            schedule = leanest.result
             refused = refusal(self.prepared, leanest, taken, seed)
         raise infeasible(self.prepared, asked, refused.least_budget)
 
     def _divide(self, block: allocator.Block | None) -> None:
         """Divides a block, if there is one, for the budget: what is planned is for that."""
-        pool = replace(self.prepared.pool, layout=None, quiet=False)
-        self._constants: dict[int, tf.Tensor] = {}
-        self._laid = None if block is None else self._lay_out(block, pool)
-        if self._laid is not None:
-            pool = replace(pool, layout=self._laid.layout, quiet=not pool.shared)
-        self.prepared = replace(self.prepared, pool=pool)
+        self._constants.clear()
+        self._adopt(None if block is None else self._lay_out(block, self.prepared.pool))
         # Made once: two sets of them would not find the same slots.
         self._constants = held_constants(self.prepared.program, self.device)
+
+    def _adopt(self, laid: allocator.Laid | None) -> None:
+        """Plans from now on are for memory that is divided so, or not at all."""
+        pool = replace(self.prepared.pool, layout=None, quiet=False)
+        if laid is not None:
+            pool = replace(pool, layout=laid.layout, quiet=not pool.shared)
+        self._laid = laid
+        self.prepared = replace(self.prepared, pool=pool)
 
     def _solve(
         self,
@@ -617,12 +624,10 @@ class CompiledStep:
     def _compare(self, recorded: Sequence[Allocation]) -> Corrections:
         """What a recorded run says about the model of the step's memory."""
         program, events = self.prepared.program, self.planned.events
-        workspace, before = self.prepared.prices.workspace, self._corrected
+        workspace = self.prepared.prices.workspace
         asked = requests(program, events, workspace)
-        found = compare(
-            program, events, asked, workspace, recorded, before.workspace, before.takes_over
-        )
-        self._corrected = before.followed_by(found)
+        found = compare(program, events, asked, workspace, recorded, self._corrected)
+        self._corrected = self._corrected.followed_by(found)
         return found
 
     def _lower(self) -> Callable[..., list[tf.Tensor]]:
@@ -748,14 +753,14 @@ class CompiledStep:
         by.
         """
         in_use = allocator.bytes_in_use(self.device)
-        count, least = 2 * (budget + spare), budget - in_use
-        unclaimed, limit = None, self.device.limit
-        if pool.shared:
-            count += slots_end(pool.slots)
-            least = count
+        count = 2 * (budget + spare) + (slots_end(pool.slots) if pool.shared else 0)
+        least, unclaimed, limit = budget - in_use, None, self.device.limit
         if limit is not None:
-            count, least = min(count, limit - in_use), budget - in_use
-            unclaimed = replace(pool, limit=limit).unclaimed() if self.device.growth else None
+            count = min(count, limit - in_use)
+            if self.device.growth:
+                unclaimed = replace(pool, limit=limit).unclaimed()
+        elif pool.shared:
+            least = count
         return allocator.claim(self.device, count, least, unclaimed)
 
     def _lay_out(self, block: allocator.Block, pool: Pool) -> allocator.Laid | None:
@@ -775,7 +780,7 @@ class CompiledStep:
           InfeasibleBudgetError: if no plan is found; the old one goes on, without places.
         """
         assert self._laid is not None
-        pool = replace(self.prepared.pool, layout=None)
+        pool = self.prepared.pool
         self._settled_bytes = None
         self._give_up_lowered()  # later would be after memory is divided
         try:
@@ -785,12 +790,7 @@ class CompiledStep:
                 if found is None:
                     block = self._claim(pool, self.budget) or self._laid.block
                     found = self._lay_out(block, pool)
-                self._laid = found
-                if found is None:
-                    pool = replace(pool, quiet=False)
-                else:
-                    pool = replace(pool, layout=found.layout)
-                self.prepared = replace(self.prepared, pool=pool)
+                self._adopt(found)
                 self.planned = self._solve(None, say, self.plan.schedule)
         except BaseException:
             self._unplace()
