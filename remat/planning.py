@@ -370,7 +370,7 @@ def make_plan(
         time_limit = min(_LONGEST, usual)
         ready()  # what is compiled once must not cost this plan its time
     if ceiling is None:
-        ceiling = budget - _margin(budget, prepared.pool)
+        ceiling = budget - _margin(budget, prepared.pool, prepared.program)
     target = max(1, ceiling - _idle(prepared.pool))
     try:
         return _search(
@@ -461,7 +461,7 @@ def find_leanest(
     if known; ``result``: what was found before, for the same graph.
     """
     if ceiling is None:
-        ceiling = budget - _margin(budget, prepared.pool)
+        ceiling = budget - _margin(budget, prepared.pool, prepared.program)
     result = result or _leanest_schedule(prepared.extraction.graph, seed)
     return Leanest(result, _follow(prepared, result, budget, ceiling, seed, bound), ceiling)
 
@@ -519,7 +519,7 @@ def _least_budget(prepared: Prepared, leanest: Result, budget: int, ceiling: int
         most = 0
         try:
             for there in pools(enough):
-                left = enough - max(beside, _margin(enough, there))
+                left = enough - max(beside, _margin(enough, there, prepared.program))
                 at_hand = replace(prepared, pool=there)
                 most = max(most, _follow(at_hand, leanest, enough, left, seed).needed - left)
         except OutOfMemoryError:
@@ -703,10 +703,12 @@ def _search(
     raise _NoPlanError(min(needed) + budget - ceiling, bound, used)
 
 
-def _margin(budget: int, pool: Pool) -> int:
+def _margin(budget: int, pool: Pool, program: Program) -> int:
     """Bytes of the budget to leave free."""
     if pool.quiet:
-        return int(_MARGIN * budget)
+        # What is smaller than its place leaves a piece, which may be taken for
+        # something else and be missed where the place is given again.
+        return int(_MARGIN * budget) + program.varying
     share, count = _LEAST_MARGIN
     return int(max(_UNPLACED_MARGIN * budget, min(share * budget, count)))
 
@@ -752,7 +754,7 @@ def load_plan(prepared: Prepared, plan: Plan) -> Planned:
     seed = plan.details.get("seed", 0)
     if not isinstance(seed, int) or seed < 0:
         raise PlanError(f"details: seed is {seed!r}; it must be a whole number >= 0")
-    ceiling = plan.budget - _margin(plan.budget, prepared.pool)
+    ceiling = plan.budget - _margin(plan.budget, prepared.pool, prepared.program)
     return _carry_out(prepared, repriced, truth.peak, ceiling, seed)
 
 

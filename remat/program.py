@@ -20,6 +20,7 @@ from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.python.framework import op_def_registry, tensor_util
 
 from .loops import LOOPS
+from .open_shapes import largest_shapes
 from .trace import Body, Trace, TraceError
 
 Tensor = tuple[int, int]  # (operation, output)
@@ -52,6 +53,8 @@ class Op:
       forwards: inputs whose buffer an output may take over, in the order tried.
       forwarded: that output.
       passed: outputs of a loop that are its inputs of the same number.
+      varies: whether only the run knows the sizes of its outputs; ``bytes`` and
+        ``shapes`` are the largest that they can be.
       resource: for ``READ``, the ``ARGUMENT`` that holds the variable.
     """
 
@@ -66,6 +69,7 @@ class Op:
     forwards: tuple[int, ...] = ()
     forwarded: int = 0
     passed: tuple[int, ...] = ()
+    varies: bool = False
 
     @property
     def resource(self) -> int:
@@ -141,6 +145,24 @@ class Program:
             ):
                 found[index] = found[op.inputs[0][0]]
         return found
+
+    @cached_property
+    def varying(self) -> int:
+        """The most bytes of values of sizes that only the run knows that are alive at once."""
+        last = {
+            index: max(readers, default=index)
+            for index, readers in enumerate(self.consumers)
+            if self.ops[index].varies
+        }
+        alive, most = 0, 0
+        ends: dict[int, int] = {}
+        for index, op in enumerate(self.ops):
+            if index in last:
+                alive += sum(op.bytes)
+                ends[last[index]] = ends.get(last[index], 0) + sum(op.bytes)
+            most = max(most, alive)
+            alive -= ends.get(index, 0)
+        return most
 
     @cached_property
     def unfolded(self) -> frozenset[int]:
@@ -363,6 +385,7 @@ def build(trace: Trace, *, fold: bool = True) -> Program:
     nodes: list[node_def_pb2.NodeDef] = []
     values: dict[str, Tensor] = {}  # tensor name -> where its value comes from
     shapes: dict[str, tuple[int, ...]] = {}  # tensor name -> its shape, or the largest it may have
+    largest = largest_shapes(trace)
     numbers: dict[str, int] = {}  # operation name -> index of its Op
     listed: dict[Tensor, int] = {}  # bytes of all that is in a list
     # Effects that come before an operation by way of operations without
@@ -423,10 +446,11 @@ def build(trace: Trace, *, fold: bool = True) -> Program:
                 values[tensor.name] = (add(constant_op(array, node.name), node), 0)
                 shapes[tensor.name] = array.shape
             continue
+        varies = False
         for tensor in operation.outputs:
             shape = _shape(tensor) if folded is None else folded[tensor.value_index].shape
             if shape is None:
-                shape, kind = _largest(operation, tensor, shapes), Kind.ONCE
+                shape, kind, varies = largest.get(tensor.name), Kind.ONCE, True
             if shape is None:
                 raise TraceError(
                     f"the value {tensor.name} ({operation.type}) has the shape {tensor.shape}; "
@@ -467,6 +491,7 @@ def build(trace: Trace, *, fold: bool = True) -> Program:
                 forwards=_forwards(operation, kind),
                 forwarded=_FORWARDED.get(operation.type, 0),
                 passed=passed,
+                varies=varies,
             ),
             definitions[name],
         )
@@ -747,25 +772,6 @@ def _shape(tensor: tf.Tensor) -> tuple[int, ...] | None:
     if tensor.dtype in (tf.resource, tf.variant):
         return ()
     return tuple(tensor.shape) if tensor.shape.is_fully_defined() else None
-
-
-def _largest(
-    operation: tf.Operation, tensor: tf.Tensor, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[int, ...] | None:
-    """The largest shape of a value whose first dimension only the run knows, or None.
-
-    So it is with sparse gradients in some optimizers: a branch adds rows to
-    them.  The rows of all that the branch reads are taken for the most.
-    """
-    if tensor.shape.rank is None or not tensor.shape[1:].is_fully_defined():
-        return None
-    read = [shapes[source.name] for source in operation.inputs]
-    if operation.type in ("If", "StatelessIf"):
-        return (sum(shape[0] for shape in read if shape), *tensor.shape[1:])
-    open_ones = [
-        shape[0] for shape, t in zip(read, operation.inputs, strict=True) if _shape(t) is None
-    ]
-    return (max(open_ones), *tensor.shape[1:]) if open_ones else None
 
 
 def _bytes(tensor: tf.Tensor, shape: tuple[int, ...]) -> int:

@@ -7,7 +7,8 @@ The first worker proves: the gap-cover bound (``gap_cover``), whose solution is
 a good start on training graphs of any size; then the program over moments
 (``moments``), whose solutions, even those above the budget, are the best starts
 there are: a cool annealing makes them fit.
-Where the gap cover proves anything, the default time limit is extended.
+Where the gap cover proves anything, the default time limit is extended; and again
+where a small program over moments is cut short and the gap is still wide.
 Otherwise workers anneal: the latest such suggestion, again and again with other
 seeds, and in between the best so far; where there is no suggestion, the given
 order.  Where that is far above a tight budget, any schedule within it is found
@@ -56,6 +57,7 @@ _SHARE = 0.4  # of the time for proofs, if there is one worker only
 _HOPEFUL_SHARE = 0.85  # of one worker's time for proofs, if there are more
 _HOPELESS_SHARE = 0.25  # if they promise little
 _START = 1.0  # seconds that proofs get in any case: solvers take a while to start
+_SMALL = 2000  # variables of a program that is solved within tens of seconds
 _DENSE = 50_000  # edges beyond which a program takes longer to build than it is worth
 _LARGE = 2000  # nodes from which on a cold start does not pay
 
@@ -112,12 +114,23 @@ def _prove(board: _Board) -> None:
     until = began + max(_START, share * (monitor.elapsed() - began + monitor.remaining()))
     if start is not None:
         board.offer(start, REPAIR)
+    left: list[float] = []  # seconds of the usual time
+
+    def more(columns: int) -> float:
+        if not board.hopeful or columns > _SMALL:
+            return 0.0
+        left.append(monitor.remaining())
+        return monitor.persist()
+
     refine(
         problem,
         monitor,
         lambda schedule: board.offer(schedule, _POLISH),
         until - monitor.elapsed(),
+        more,
     )
+    if left:
+        monitor.conclude(left[0])
 
 
 class _Board:

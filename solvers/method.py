@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -69,14 +69,16 @@ class Monitor:
         on_schedule: Callable[[Schedule], None] | None = None,
         on_bound: Callable[[float], None] | None = None,
         may_extend: Callable[[], bool] = lambda: False,
-        patience: float = 0.0,
+        patience: Sequence[tuple[float, float]] = (),
+        max_gap: float = 0.0,
     ) -> None:
+        self._max_gaps = [(0.0, max_gap)]  # (seconds from which on, gap)
         self._started = time.monotonic()
         self._time_limit = time_limit
         self._on_schedule = on_schedule
         self._on_bound = on_bound
         self._may_extend = may_extend
-        self._patience = patience
+        self._patience = list(patience)
         self._stop = threading.Event()
         self._finish = threading.Event()
 
@@ -95,11 +97,28 @@ class Monitor:
         if self._time_limit is not None and self._may_extend():
             self._time_limit += seconds
 
-    def persist(self) -> None:
-        """Lets the solve take longer, by its patience (seconds): a proof may be in reach."""
-        if self._time_limit is not None:
-            self._time_limit += self._patience
-            self._patience = 0.0
+    def persist(self) -> float:
+        """Lets the solve take longer, as a proof may be in reach, if it has patience left.
+
+        Patience is seconds, and the gap that is small enough to end with in them.
+
+        Returns:
+          The seconds that were added.
+        """
+        if self._time_limit is None or not self._patience:
+            return 0.0
+        seconds, gap = self._patience.pop(0)
+        self._max_gaps.append((self._time_limit, gap))
+        self._time_limit += seconds
+        return seconds
+
+    def max_gap(self) -> float:
+        """The gap (as a fraction) that is small enough by now to end with."""
+        return max(gap for since, gap in self._max_gaps if since <= self.elapsed())
+
+    def conclude(self, seconds: float) -> None:
+        """Lets the solve take so many seconds more, at most."""
+        self._time_limit = self.elapsed() + min(seconds, self.remaining())
 
     def part(self, seconds: float) -> Monitor:
         """This monitor for a part of the solve that may take so many seconds."""

@@ -98,6 +98,7 @@ def refine(
     monitor: Monitor,
     found: Callable[[Schedule], None],
     seconds: float = math.inf,
+    more: Callable[[int], float] = lambda columns: 0.0,
 ) -> None:
     """Proves bounds and finds schedules until one meets the other.
 
@@ -106,6 +107,8 @@ def refine(
       monitor: told of every bound.
       found: told of every schedule; all but the last may be above the budget.
       seconds: to take, at most what the monitor leaves.
+      more: asked, with the number of its variables, when they end before a program
+        is solved; it says how many seconds to add.
     """
     until = monitor.elapsed() + seconds
     graph, budget = problem.graph, problem.budget
@@ -125,14 +128,20 @@ def refine(
             if level == len(_GAPS):
                 return
         program = formulate(graph, order, budget, moments, inner)
-        solution = solve_mip(
-            program.formulation,
-            time_limit=min(monitor.remaining(), until - monitor.elapsed()),
-            backend=problem.options.get("backend", BACKEND),
-            relative_gap=_GAPS[level],
-            should_stop=monitor.should_stop,
-        )
-        monitor.bounded(graph.cost * solution.bound / 100)
+        while True:
+            solution = solve_mip(
+                program.formulation,
+                time_limit=min(monitor.remaining(), until - monitor.elapsed()),
+                backend=problem.options.get("backend", BACKEND),
+                relative_gap=_GAPS[level],
+                should_stop=monitor.should_stop,
+            )
+            monitor.bounded(graph.cost * solution.bound / 100)
+            cut_short = solution.status in ("stopped", "feasible")
+            added = more(len(program.formulation.cost)) if cut_short else 0.0
+            if not added:
+                break
+            until += added
         if solution.values is None:
             return
         schedule = decode(graph, program, solution.values)

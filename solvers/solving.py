@@ -49,6 +49,8 @@ CLOSE_GAP = 1e-4
 """A gap, as a fraction of the overhead, at which a solve ends: more time is not worth it."""
 
 _LONG = 6.5  # seconds that a solve of any graph may take by default, if a proof may be in reach
+_LONGEST = 20.0  # the same where it would otherwise end with a wide gap
+_WIDE = 0.005  # from here on a gap (as a fraction) is
 _TICK = 0.05  # seconds between looks at the method
 _LOADING = 1.0  # seconds that annealing may take to load
 
@@ -75,7 +77,8 @@ def load_method(name: str | Method) -> Method:
 def default_time_limit(graph: Graph) -> float:
     """Seconds that ``solve`` takes if not told: 2 to 7 for up to 350 nodes, at most 30.
 
-    ``auto`` takes up to 6.5 for smaller graphs, too, if a proof may be in reach.
+    ``auto`` takes up to 6.5 for smaller graphs, too, if a proof may be in reach, and up
+    to 20 if without it the gap would be above half a point.
     """
     share = len(graph) / 50
     return min(30.0, max(share, min(2.2 + share, _LONG)))
@@ -157,13 +160,17 @@ def solve(
         raise ValueError(f"workers is {workers}; it must be 1 or more")
     if seed < 0:
         raise ValueError(f"seed is {seed}; it must be 0 or more")
-    judge = _Judge(_name(solver), max_gap)
+    judge = _Judge(_name(solver))
+    longer = max(time_limit, _LONG)
     monitor = Monitor(
         time_limit,
         judge.schedule,
         judge.bound,
         may_extend=lambda: judge.may_extend(limited),
-        patience=0.0 if limited else max(0.0, _LONG - time_limit),
+        patience=()
+        if limited
+        else ((longer - time_limit, 0.0), (max(0.0, _LONGEST - longer), _WIDE)),
+        max_gap=max_gap,
     )
     given = tuple(range(len(graph)))
     problem = Problem(
@@ -187,6 +194,7 @@ def solve(
         reported, told_at = -1, 0.0
         try:
             while not wait([job], _TICK).done:
+                judge.look()
                 changed, now = judge.changes, monitor.elapsed()
                 if progress is not None and (changed != reported or now - told_at >= 1):
                     reported, told_at = changed, now
@@ -282,9 +290,8 @@ class _Judge:
     problem: Problem
     monitor: Monitor
 
-    def __init__(self, solver: str, max_gap: float) -> None:
+    def __init__(self, solver: str) -> None:
         self.solver = solver
-        self.max_gap = max_gap
         self.changes = 0
         self._lock = threading.Lock()
         self._best: Schedule | None = None
@@ -336,6 +343,11 @@ class _Judge:
             self.changes += 1
             self._stop_if_done()
 
+    def look(self) -> None:
+        """Ends the solve if its gap is small enough by now."""
+        with self._lock:
+            self._stop_if_done()
+
     def may_extend(self, limited: bool) -> bool:
         """Whether the solve may wait for code that is compiled once."""
         return self.problem.budget >= self.floor and not (limited and self._best is not None)
@@ -357,7 +369,7 @@ class _Judge:
     def _stop_if_done(self) -> None:
         cost = self.problem.graph.cost
         extra = self._bound - cost  # of every schedule
-        enough = max(CLOSE_GAP * extra, self.max_gap * cost)
+        enough = max(CLOSE_GAP * extra, self.monitor.max_gap() * cost)
         close = self.problem.minimize == "cost" and self._cost - self._bound <= enough
         if close or self._proven():
             self.monitor.finish()

@@ -214,6 +214,20 @@ class Noise(layers.Layer):
         return x * tf.random.uniform(tf.shape(x), 0.9, 1.1)
 
 
+class Counted(layers.Layer):
+    """Values of which there are as many as others say."""
+
+    def call(self, x: Any) -> Any:
+        rows = tf.reshape(x, (-1, x.shape[-1]))
+        side = tf.cast(rows[:, 0] > 0, tf.int32)
+        kept = tf.boolean_mask(rows, side > 0)
+        self.add_loss(tf.reduce_sum(kept**2) / tf.cast(1 + tf.shape(kept)[0], kept.dtype))
+        places = tf.dynamic_partition(tf.range(tf.shape(rows)[0]), side, 2)
+        low, high = tf.dynamic_partition(rows, side, 2)
+        rows = tf.dynamic_stitch(places, [tf.tanh(low), high * 0.7])
+        return tf.reshape(rows, tf.shape(x))
+
+
 class Control(layers.Layer):
     """Branches and loops of TensorFlow."""
 
@@ -420,6 +434,7 @@ CASES = {
             lambda: layers.RandomRotation(0.1),
             lambda: layers.RandomZoom(0.1),
             lambda: layers.RandomContrast(0.1),
+            lambda: layers.RandomCrop(12, 12),
         )
     ),
     "tf.random": Case(stack(Noise, Noise)),
@@ -503,6 +518,19 @@ CASES = {
     "Lambda": Case(stack(lambda: layers.Lambda(lambda x: tf.nn.l2_normalize(x, -1) * 2))),
     "gradients through py_function": Case(stack(Differentiated), recomputes=False),
     "py_function": Case(stack(Python), recomputes=False),
+    "open sizes": Case(stack(Counted, wide, wide)),
+    "categories": Case(
+        recomputes=False,
+        build=lambda: keras.Sequential(
+            [
+                keras.Input((12,), dtype="int32"),
+                layers.CategoryEncoding(50, output_mode="count"),
+                layers.Dense(16, activation="gelu"),
+                layers.Dense(4),
+            ]
+        ),
+        inputs=(12,), tokens=50,
+    ),
     "cond, while_loop and map_fn": Case(stack(Control), recomputes=False),
     "loops in loops": Case(stack(Nested), recomputes=False),
     "functions": Case(stack(Called)),

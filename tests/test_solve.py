@@ -154,6 +154,23 @@ def test_budget_and_overhead_that_cannot_both_be_met() -> None:
     assert solve(CHAIN, below.least_budget, **limits, time_limit=5).schedule is not None  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("limits", "longest"), [({}, 20.0), ({"time_limit": 1.0}, 1.0)])
+def test_only_the_default_time_limit_is_extended_for_a_proof(
+    limits: dict[str, Any], longest: float
+) -> None:
+    left: list[float] = []
+
+    def persistent(problem: Problem, monitor: Monitor) -> Outcome:
+        while monitor.persist():
+            pass
+        left.append(monitor.elapsed() + monitor.remaining())
+        monitor.conclude(0.0)
+        return Outcome(None)
+
+    solve(CHAIN, 8, solver=persistent, **limits)
+    assert left == [pytest.approx(longest, abs=0.01)]
+
+
 def test_progress_is_told_from_the_calling_thread_and_never_gets_worse() -> None:
     told: list[Result] = []
     threads = set()
