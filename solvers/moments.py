@@ -8,9 +8,10 @@ is held at each moment and what runs in each stage, and forgets most of the
 memory in between.  So it holds for every order, and its optimum is a lower
 bound; and where the schedule that it describes fits the budget in between as
 well, that schedule is optimal.  Where it does not, the worst moments are added,
-one or two (or, for a run that no moment can stand for, an inner constraint),
-and the program is solved again.  The first moment is the worst of the given
-order.  Training graphs need two to ten moments.
+one or two (or, for a run that may come in any of several stages, so that no moment
+can stand for it, an inner constraint or a float), and the program is solved again.
+The first moment is the worst of the given order.  Training graphs need two to ten
+moments.
 
 Variables (binary):
   R[i, k]   node i runs in stage k;
@@ -28,13 +29,20 @@ Minimise the cost of all R, subject to
       O[k] >= H[u, k + 1] - R[u, k], and O[k] >= R[j, k] - R[u, k] for each
       other consumer j of u: the buffer is free only if nothing reads it later.
   (7) sum of R[w, 0..k] <= sum of R[r, 0..k] and R[r, k] <= 1 - sum of R[w, 0..k-1]
-      for each reader r and its writer w (``Graph.order``).
+      for each reader r and its writer w (``Graph.order``); w of stage k counts, too,
+      where it runs at its cut.
   (8) for some nodes j and each stage, a run of j in it holds its inputs, output
       and workspace, and all that is held throughout the stage:
       resident + sum over i not read by j of bytes(i) Z[i, k]
         + (sum of bytes(inputs) + bytes(j) + workspace(j)) R[j, k] <= budget,
       Z[i, k] >= H[i, k] + H[i, k + 1] - R[i, k] - 1;
       the output is left out if it may take over the buffer of an input.
+  (9) some nodes that run once float: in a small graph, the first stages between two
+      moments that such a node w may run in are cut once more for each of them, and
+      w runs at a cut, if in those stages at all:
+      resident + sum of bytes(i) H[i, k] + (bytes(w) + workspace(w)) R[w, k] <= budget,
+      R[w, k] <= H[i, k] for its inputs i, and sum of R[w, k] over the floats <= 1.
+      A schedule has a cut for each of them, the others just before the next moment.
 Nothing is run or held after the last stage in which a run could read it.
 
 The stages are those of Checkmate (Jain et al., MLSys 2020), a few instead of
@@ -68,7 +76,22 @@ from .schedule import Schedule, simulate
 # Gaps to solve to, relative to the whole cost: coarse until the schedule fits.
 _GAPS = (3e-4, 1e-4, 0.0)
 _MOST = 40  # moments
+_FLOATING = 1000  # nodes times moments and floats up to which there are any
+_NEXT = 2  # stages after the first that floats cut
 BACKEND = "highs"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a stage begins with.
+
+    Attributes:
+      moment: the node that runs first there, or None where one of several may.
+      floats: the nodes that may.
+    """
+
+    moment: int | None
+    floats: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,11 +100,13 @@ class Stages:
 
     Attributes:
       formulation: costs are percent of running every node once.
+      cuts: what the stages from 1 on begin with.
       runs: (n, K + 1), the column of R[i, k], or -1 where it is fixed at 0.
       held: (n, K + 2), the column of H[i, k], or -1 where it is fixed at 0.
     """
 
     formulation: Formulation
+    cuts: tuple[Cut, ...]
     runs: np.ndarray
     held: np.ndarray
 
@@ -118,16 +143,22 @@ def refine(
     schedule: Schedule = tuple(range(len(graph)))
     moments: list[int] = []
     inner: list[int] = []
+    floats: list[int] = []
     level = 0
     while monitor.elapsed() < until and not monitor.should_stop() and len(moments) < _MOST:
-        new, within = _refinement(graph, order, needed, schedule, budget, moments, inner)
+        new, within = _refinement(
+            graph, order, needed, schedule, budget, moments, [*inner, *floats]
+        )
         moments = sorted([*moments, *new])
-        inner += within
+        once = [index for index in within if not graph.nodes[index].recomputable]
+        if len(graph) * (len(moments) + len(floats)) < _FLOATING:
+            floats += once
+        inner += [index for index in within if index not in floats]
         if not new and not within:  # only the proof is left
             level += 1
             if level == len(_GAPS):
                 return
-        program = formulate(graph, order, budget, moments, inner)
+        program = formulate(graph, order, budget, moments, inner, floats)
         while True:
             solution = solve_mip(
                 program.formulation,
@@ -154,6 +185,7 @@ def formulate(
     budget: int,
     moments: Sequence[int],
     inner: Sequence[int] = (),
+    floats: Sequence[int] = (),
 ) -> Stages:
     """Builds the program.
 
@@ -163,9 +195,13 @@ def formulate(
       budget: bytes that the peak may reach.
       moments: nodes, each an ancestor of the next.
       inner: nodes whose runs get constraint (8).
+      floats: nodes that run once, whose runs get cuts of their own.
     """
-    count, end = len(graph), len(moments)
-    first, last = _first_stages(order, moments, count)
+    count = len(graph)
+    cuts, first, last = _cut(order, moments, floats, count)
+    end = len(cuts)
+    # Stages in which a node runs at the beginning, and those in which it may run at all.
+    opened = {w: [k for k, cut in enumerate(cuts, 1) if w in cut.floats] for w in floats}
     final = _final_stages(graph, first, last, end)
     outputs = set(graph.outputs)
     scale = 100 / graph.cost if graph.cost > 0 else 0.0
@@ -174,10 +210,14 @@ def formulate(
     held = np.full((count, end + 2), -1)
     for i, node in enumerate(graph.nodes):
         certain = first[i] == last[i]
-        for k in range(first[i], final[i] + 1):
+        stages = range(first[i], final[i] + 1)
+        if opened.get(i):
+            beyond = max(opened[i])
+            stages = [*opened[i], *range(beyond + 1, final[i] + 1)]
+        for k in stages:
             runs[i, k] = builder.variable(node.cost * scale, lower=float(certain and k == first[i]))
         if not certain:  # (1)
-            window = [(1.0, runs[i, k]) for k in range(first[i], last[i] + 1)]
+            window = [(1.0, runs[i, k]) for k in stages if k <= last[i]]
             builder.constraint(window, 1.0, np.inf if node.recomputable else 1.0)
         read = max((final[j] for j in graph.successors[i]), default=-1)
         for k in range(first[i] + 1, read + 1):
@@ -192,23 +232,45 @@ def formulate(
             builder.constraint([(-1.0, column), *there], lower=0.0)
 
     for j in range(count):
-        for k in range(first[j], final[j] + 1):
+        for k in np.flatnonzero(runs[j] >= 0).tolist():
             for i in graph.predecessors[j]:
-                at_most_present(runs[j, k], i, k)  # (2)
+                if k in opened.get(j, ()):  # (9)
+                    there = [(1.0, held[i, k])] if held[i, k] >= 0 else []
+                    builder.constraint([(-1.0, runs[j, k]), *there], lower=0.0)
+                else:
+                    at_most_present(runs[j, k], i, k)  # (2)
     for i in range(count):
         for k in range(end + 2):
             if held[i, k] >= 0:
                 at_most_present(held[i, k], i, k - 1)  # (3)
+
+    def by(sign: float, i: int, k: int) -> list[tuple[float, int]]:
+        """The runs of i in stage k and before."""
+        return [(sign, column) for column in runs[i, : k + 1] if column >= 0]
+
     for reader, writer in graph.order:  # (7)
         for k in range(first[writer], end + 1):
             last_chance = min(k, last[writer])
-            written = [(1.0, runs[writer, e]) for e in range(first[writer], last_chance + 1)]
+            written = by(1.0, writer, last_chance)
+            at_once = k in opened.get(writer, ())  # before all else in the stage
+            if at_once and runs[reader, k] >= 0:
+                builder.constraint([*written, (1.0, runs[reader, k])], upper=1.0)
             if k == last_chance and k <= last[reader]:
-                ran = [(-1.0, runs[reader, e]) for e in range(first[reader], k + 1)]
-                builder.constraint([*written, *ran], upper=0.0)
-            if k < final[reader]:
+                builder.constraint([*written, *by(-1.0, reader, k)], upper=0.0)
+            if k < final[reader] and runs[reader, k + 1] >= 0:
                 builder.constraint([*written, (1.0, runs[reader, k + 1])], upper=1.0)
-    for k, moment in enumerate(moments, 1):
+    for k, cut in enumerate(cuts, 1):
+        moment = cut.moment
+        if moment is None:  # (9)
+            here = [(w, runs[w, k]) for w in cut.floats]
+            builder.constraint([(1.0, column) for _, column in here], upper=1.0)
+            room = budget - graph.resident
+            size = max(1, room)
+            takes = [(_bytes_beside_inputs(graph, w), column) for w, column in here]
+            keeps = [(graph.nodes[i].bytes, held[i, k]) for i in np.flatnonzero(held[:, k] >= 0)]
+            terms = [(b / size, c) for b, c in (*takes, *keeps) if b]
+            builder.constraint(terms, upper=room / size)
+            continue
         node, inputs = graph.nodes[moment], graph.predecessors[moment]
         for i in inputs:
             builder.constraint([(1.0, held[i, k])], lower=1.0)  # (4)
@@ -234,10 +296,9 @@ def formulate(
         builder.constraint([(b / size, c) for b, c in terms if b], upper=room / size)  # (5)
     throughout: dict[int, list[tuple[int, int]]] = {}  # stage -> (node, column of Z)
     for j in inner:
-        node, inputs = graph.nodes[j], graph.predecessors[j]
-        needed = node.workspace + sum(graph.nodes[i].bytes for i in inputs)
-        needed += node.bytes if node.forward is None else 0
-        for k in range(first[j], final[j] + 1):
+        inputs = graph.predecessors[j]
+        needed = _bytes_beside_inputs(graph, j) + sum(graph.nodes[i].bytes for i in inputs)
+        for k in np.flatnonzero(runs[j] >= 0).tolist():
             if k not in throughout:
                 throughout[k] = _held_throughout(builder, graph, runs, held, k)
             terms = [(graph.nodes[i].bytes, c) for i, c in throughout[k] if i not in inputs]
@@ -247,19 +308,29 @@ def formulate(
                 [(needed / size, runs[j, k]), *((b / size, c) for b, c in terms)],
                 upper=room / size,
             )  # (8)
-    return Stages(builder.build(), runs, held)
+    return Stages(builder.build(), cuts, runs, held)
+
+
+def _bytes_beside_inputs(graph: Graph, index: int) -> int:
+    """What a run takes for certain, besides its inputs."""
+    node = graph.nodes[index]
+    return node.workspace + (node.bytes if node.forward is None else 0)
 
 
 def decode(graph: Graph, program: Stages, values: np.ndarray) -> Schedule:
-    """The schedule that the values describe: in each stage first runs in the given
-    order, and other runs as late as they can be."""
+    """The schedule that the values describe: in each stage what it begins with, then first
+    runs in the given order, and other runs as late as they can be."""
     ran = (program.runs >= 0) & (values[program.runs] > 0.5)
     kept = (program.held >= 0) & (values[program.held] > 0.5)
     stage = ran.argmax(axis=1)
     runner = Runner(graph)
     for k in range(ran.shape[1]):
         runner.present = set(np.flatnonzero(kept[:, k]).tolist())
-        for index in np.flatnonzero(stage == k).tolist():
+        here = np.flatnonzero(stage == k).tolist()
+        if k > 0:
+            cut = program.cuts[k - 1]
+            here.sort(key=lambda index: index != cut.moment and index not in cut.floats)
+        for index in here:
             runner.run(index)
         for index in np.flatnonzero(kept[:, k + 1]).tolist():
             runner.run(index)
@@ -280,6 +351,32 @@ def _first_stages(
     for k, moment in enumerate(moments, 1):
         last[moment] = k
     return first, last
+
+
+def _cut(
+    order: Precedence, moments: Sequence[int], floats: Sequence[int], count: int
+) -> tuple[tuple[Cut, ...], list[int], list[int]]:
+    """The cuts, and for each node the first and last stage for its first run.
+
+    A stage between two moments is cut once for each float that may run in it, if it
+    is among the first that the float may run in.
+    """
+    first, last = _first_stages(order, moments, count)
+    cuts: list[Cut] = []
+    begin, finish = [], []
+    for k in range(len(moments) + 1):
+        if k > 0:
+            cuts.append(Cut(moments[k - 1]))
+        begin.append(len(cuts))
+        here = tuple(w for w in floats if first[w] <= k <= min(last[w], first[w] + _NEXT))
+        cuts += [Cut(None, here)] * len(here)
+        finish.append(len(cuts))
+    starts = dict(zip(moments, begin[1:], strict=True))
+    return (
+        tuple(cuts),
+        [begin[k] for k in first],
+        [starts.get(i, finish[k]) for i, k in enumerate(last)],
+    )
 
 
 def _final_stages(graph: Graph, first: list[int], last: list[int], end: int) -> list[int]:
@@ -330,7 +427,7 @@ def _refinement(
     Returns:
       Nodes that may become moments, each of those that first run in such a
       stretch or next, if possible one that needs more than the budget in every
-      order; and nodes of stretches without any, which may get constraint (8).
+      order; and nodes of stretches without any, which may float or get constraint (8).
     """
     comparable = (1 << len(graph)) - 1
     for moment in moments:

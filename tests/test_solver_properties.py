@@ -14,6 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from remat.solvers import Graph, Node, Result, Status, frontier, simulate, solve
+from remat.solvers.floor import precedence
+from remat.solvers.mip import solve_mip
+from remat.solvers.moments import decode, formulate
 from remat.solvers.solving import METHODS, OPTIMAL_GAP
 
 # OR-tools cannot share a process with TensorFlow: "moccasin" is in test_published_methods.
@@ -107,6 +110,33 @@ def test_the_bound_is_below_the_optimum_of_all_orders(solver: str) -> None:
             assert optimum(graph, budget) == math.inf
 
     check()
+
+
+@few(150)
+@given(graphs(most=7), PARTS, st.data())
+def test_any_program_over_moments_is_a_bound(
+    graph: Graph, part: float, data: st.DataObject
+) -> None:
+    """Whichever nodes are looked at: where they are chosen badly, the bound is low."""
+    budget = int(plain_peak(graph) * part)
+    order = precedence(graph)
+    chain: list[int] = []
+    for index in sorted(data.draw(st.sets(st.integers(0, len(graph) - 1), max_size=3))):
+        if all(order.ancestors[index] >> other & 1 for other in chain):
+            chain.append(index)
+    beside = [index for index in range(len(graph)) if index not in chain]
+    once = [index for index in beside if not graph.nodes[index].recomputable]
+    floats = data.draw(st.lists(st.sampled_from(once), unique=True)) if once else []
+    inner = data.draw(st.lists(st.sampled_from(beside), unique=True)) if beside else []
+    program = formulate(graph, order, budget, chain, inner, floats)
+    solution = solve_mip(program.formulation, time_limit=20, backend="highs")
+    least = optimum(graph, budget)
+    if solution.values is None:
+        assert solution.status == "infeasible"
+        assert least == math.inf
+    else:
+        assert graph.cost * solution.bound / 100 <= least * (1 + 1e-6)
+        simulate(graph, decode(graph, program, solution.values))  # legal
 
 
 @pytest.mark.parametrize("solver", ["moments", "auto"])
