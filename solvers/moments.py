@@ -210,7 +210,7 @@ def formulate(
     held = np.full((count, end + 2), -1)
     for i, node in enumerate(graph.nodes):
         certain = first[i] == last[i]
-        stages = range(first[i], final[i] + 1)
+        stages: Sequence[int] = range(first[i], final[i] + 1)
         if opened.get(i):
             beyond = max(opened[i])
             stages = [*opened[i], *range(beyond + 1, final[i] + 1)]
