@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.framework import tensor_util
@@ -108,17 +109,27 @@ def _bins(operation: tf.Operation) -> tuple[int, ...] | None:
 
 
 def _at_most(number: tf.Tensor) -> int | None:
-    """The most that a scalar can be, if that is said where it is computed."""
+    """The most that any of some numbers can be, if that is said where they are computed."""
     known = tensor_util.constant_value(number)
     if known is not None:
-        return int(known)
-    if number.op.type not in ("Identity", "Cast", "Maximum", "Minimum"):
+        return int(np.max(known, initial=0))
+    kind, inputs = number.op.type, number.op.inputs
+    if kind in ("Identity", "Cast", "Reshape", "Max"):
+        return 1 if inputs[0].dtype == tf.bool else _at_most(inputs[0])
+    if kind not in ("Maximum", "Minimum", "ClipByValue", "AddV2", "Mul"):
         return None
-    limits = [_at_most(tensor) for tensor in number.op.inputs]
+    limits = [_at_most(tensor) for tensor in inputs]
     said = [limit for limit in limits if limit is not None]
-    if number.op.type == "Minimum":
+    if kind == "Minimum":
         return min(said, default=None)
-    return max(said) if len(said) == len(limits) else None
+    if kind == "ClipByValue":
+        return limits[2]
+    if len(said) < len(limits):
+        return None
+    if kind == "Mul":  # by a condition
+        conditions = [t.op.type == "Cast" and t.op.inputs[0].dtype == tf.bool for t in inputs]
+        return max(said) if any(conditions) else None
+    return sum(said) if kind == "AddV2" else max(said)
 
 
 def _stitched(operation: tf.Operation) -> tuple[int, ...] | None:
