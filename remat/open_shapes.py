@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2
+from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.python.framework import tensor_util
 
 from .conditionals import CONDITIONALS
@@ -39,9 +39,17 @@ def largest_shapes(trace: Trace) -> dict[str, tuple[int, ...]]:
     graph_def = graph_pb2.GraphDef()
     graph_def.CopyFrom(trace.graph_def)
     nodes = {node.name: node for node in graph_def.node}
+    for operation in trace.graph.get_operations():
+        shape = _given(operation)
+        if shape is not None:
+            _forget_inputs(nodes[operation.name], operation.outputs[0].dtype, shape)
     settled: set[str] = set()  # operations that return what they were told to
+    graph = trace.graph
     while True:
-        graph = imported(graph_def)
+        try:
+            graph = imported(graph_def)
+        except ValueError:  # not all can be at their largest at once
+            return _sizes(graph, unknown)
         found = False
         for operation in graph.get_operations():
             if operation.name in settled or not any(map(_is_open, operation.outputs)):
@@ -54,8 +62,45 @@ def largest_shapes(trace: Trace) -> dict[str, tuple[int, ...]]:
                 settled.add(operation.name)
                 found = True
         if not found:
-            tensors = [graph.get_tensor_by_name(name) for name in unknown]
-            return {tensor.name: tuple(tensor.shape) for tensor in tensors if not _is_open(tensor)}
+            return _sizes(graph, unknown)
+
+
+def _given(operation: tf.Operation) -> tf.TensorShape | None:
+    """The shape of what an operation returns, if that is known although its inputs' are not, or
+    the other way round: it may be known how much a mask keeps, which is not the most."""
+    if len(operation.outputs) != 1:
+        return None
+    (result,) = operation.outputs
+    if not _is_open(result):
+        # Whole numbers may be sizes, and those are to be the largest, too.
+        sized = result.dtype.is_floating and any(map(_is_open, operation.inputs))
+        return result.shape if sized else None
+    if operation.type != "Reshape" or _is_open(operation.inputs[0]) or result.shape.rank is None:
+        return None
+    sizes = result.shape.as_list()
+    if sizes.count(None) != 1:
+        return None
+    known = math.prod(size for size in sizes if size is not None)
+    rows = operation.inputs[0].shape.num_elements() // max(1, known)
+    return tf.TensorShape([rows if size is None else size for size in sizes])
+
+
+def _forget_inputs(node: node_def_pb2.NodeDef, dtype: tf.DType, shape: tf.TensorShape) -> None:
+    name = node.name
+    node.Clear()
+    node.name, node.op = name, "Placeholder"
+    node.attr["dtype"].type = dtype.as_datatype_enum
+    node.attr["shape"].shape.CopyFrom(shape.as_proto())
+
+
+def _sizes(graph: tf.Graph, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    sized = {name: _as_large(graph.get_tensor_by_name(name)) for name in names}
+    return {name: tuple(tensor.shape) for name, tensor in sized.items() if not _is_open(tensor)}
+
+
+def _as_large(tensor: tf.Tensor) -> tf.Tensor:
+    """The value, or what it sums up, where it is open along which axes: that is no smaller."""
+    return tensor.op.inputs[0] if _is_open(tensor) and tensor.op.type == "Sum" else tensor
 
 
 def _is_open(tensor: tf.Tensor) -> bool:
@@ -141,6 +186,17 @@ def _stitched(operation: tf.Operation) -> tuple[int, ...] | None:
     return (math.prod(divided.inputs[1].shape),)
 
 
+def _segments(operation: tf.Operation) -> tuple[int, ...] | None:
+    """As many rows as there are segments."""
+    last = _at_most(operation.inputs[1])
+    return None if last is None else (last + 1,)
+
+
+def _ranks(operation: tf.Operation) -> tuple[int, ...]:
+    """As many axes as there are."""
+    return (max(tensor.shape[0] for tensor in operation.inputs),)
+
+
 def _rows_read(operation: tf.Operation) -> tuple[int, ...]:
     """A branch may add rows, as with sparse gradients in some optimizers: all that it reads."""
     return (sum(tensor.shape[0] for tensor in operation.inputs if tensor.shape.rank),)
@@ -158,11 +214,16 @@ _COUNTING: dict[str, Callable[[tf.Operation], tuple[int, ...] | None]] = {
     "DynamicStitch": _stitched,
     "ParallelDynamicStitch": _stitched,
     "ComputeAccidentalHits": _elements(0, 1),
+    "TopKV2": lambda operation: tuple(operation.inputs[0].shape),
+    "BroadcastGradientArgs": _ranks,
     "DenseBincount": _bins,
     "NonMaxSuppressionV2": _asked_for,
     "NonMaxSuppressionV3": _asked_for,
     "NonMaxSuppressionV4": _asked_for,
     "NonMaxSuppressionV5": _asked_for,
+    **dict.fromkeys(
+        ("SegmentSum", "SegmentMean", "SegmentMax", "SegmentMin", "SegmentProd"), _segments
+    ),
     "StridedSlice": _whole,
     **dict.fromkeys(CONDITIONALS, _rows_read),
 }
