@@ -470,6 +470,68 @@ answer(found=found)
     assert "Range" in found["inside"][1]
 
 
+def test_what_is_computed_from_values_of_open_sizes_is_the_same() -> None:
+    found = run(
+        """
+exact()
+w = tf.Variable(tf.random.stateless_normal((64, 64), [1, 2]))
+before = w.numpy()
+
+def trained(loss_of):
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss, *rest = loss_of(tf.tanh(x @ w))
+        w.assign_sub(1e-4 * tape.gradient(loss, w))
+        return loss, *rest
+    return step
+
+def returned(h):
+    kept = tf.boolean_mask(h, h[:, 0] > 0)
+    return tf.reduce_sum(kept**2), kept, tf.unique(tf.cast(h[:, 0] * 5, tf.int32))[0]
+
+def branches(h):
+    kept = lambda: tf.boolean_mask(h, h[:, 0] > 0)
+    return [tf.reduce_sum(tf.cond(tf.reduce_mean(h) > 0, kept, lambda: h[:5] * 2.0) ** 2)]
+
+def masks_of_masks(h):
+    a = tf.boolean_mask(h, h[:, 0] > 0)
+    b = tf.boolean_mask(a, a[:, 1] > 0)
+    c = tf.tile(tf.pad(tf.reshape(tf.concat([a, b, h], 0), [-1, 32]), [[0, 1], [0, 0]]), [2, 1])
+    count = tf.shape(a)[0]
+    ones = tf.zeros([count, 64]) + 1.0
+    counts = tf.cast(tf.range(count), tf.float32)
+    return [tf.reduce_sum(c**2) + tf.reduce_sum(ones * a) + 1e-3 * tf.reduce_sum(counts)]
+
+def of_known_size(h):
+    quarter = tf.logical_and(tf.range(200) % 4 == 0, h[:, 0] < 2)
+    kept = tf.reshape(tf.boolean_mask(h, quarter), [25, 2, 64])
+    return [tf.reduce_sum(kept @ tf.transpose(kept, [0, 2, 1]))]
+
+def best_and_segments(h):
+    best, _ = tf.math.top_k(h[:, 1], k=tf.reduce_sum(tf.cast(h[:, 0] > 0, tf.int32)))
+    parts = tf.math.segment_sum(h, tf.range(200) // 7)
+    return [tf.reduce_sum(best**2) + tf.reduce_sum(parts**2)]
+
+rng = np.random.default_rng(0)
+data = [tf.constant(rng.normal(size=(200, 64)).astype("float32")) for _ in range(3)]
+
+def run(step):
+    w.assign(before)
+    return [[np.array(r) for r in step(x)] for x in data], w.numpy()
+
+found = {}
+for loss_of in (returned, branches, masks_of_masks, of_known_size, best_and_segments):
+    plain = run(tf.function(trained(loss_of), autograph=False))
+    ours = run(remat.function(trained(loss_of), budget="64MiB", check=False, profile={}))
+    found[loss_of.__name__] = same(plain, ours)
+answer(found=found)
+""",
+        REPEATABLE,
+    )["found"]
+    assert len(found) == 5
+    assert all(found.values()), found
+
+
 def test_values_as_many_as_others_say_train_inside_a_hard_limit() -> None:
     """Memory is set aside for the largest that they can be; each step has others."""
     body = """
