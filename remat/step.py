@@ -218,6 +218,7 @@ class CompiledStep:
         pool, block = pool_of(program), None
         if self.device.counted:
             _own_buffers(program)
+            gc.collect()  # what an earlier training left, and Python has not freed yet
             other = allocator.bytes_in_use(self.device) - sum(pool.held)
             pool = replace(
                 pool,
