@@ -12,7 +12,7 @@ import enum
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import tensorflow as tf
@@ -385,7 +385,7 @@ def build(trace: Trace, *, fold: bool = True) -> Program:
     nodes: list[node_def_pb2.NodeDef] = []
     values: dict[str, Tensor] = {}  # tensor name -> where its value comes from
     shapes: dict[str, tuple[int, ...]] = {}  # tensor name -> its shape, or the largest it may have
-    largest = largest_shapes(trace)
+    largest = cache(lambda: largest_shapes(trace))  # few steps need it, and it takes imports
     numbers: dict[str, int] = {}  # operation name -> index of its Op
     listed: dict[Tensor, int] = {}  # bytes of all that is in a list
     # Effects that come before an operation by way of operations without
@@ -450,7 +450,7 @@ def build(trace: Trace, *, fold: bool = True) -> Program:
         for tensor in operation.outputs:
             shape = _shape(tensor) if folded is None else folded[tensor.value_index].shape
             if shape is None:
-                shape, kind, varies = largest.get(tensor.name), Kind.ONCE, True
+                shape, kind, varies = largest().get(tensor.name), Kind.ONCE, True
             if shape is None:
                 raise TraceError(
                     f"the value {tensor.name} ({operation.type}) has the shape {tensor.shape}; "

@@ -248,6 +248,10 @@ def formulate(
         """The runs of i in stage k and before."""
         return [(sign, column) for column in runs[i, : k + 1] if column >= 0]
 
+    def at_most_bytes(terms: Sequence[tuple[float, int]], room: int) -> None:
+        size = max(1, room)
+        builder.constraint([(b / size, c) for b, c in terms if b], upper=room / size)
+
     for reader, writer in graph.order:  # (7)
         for k in range(first[writer], end + 1):
             last_chance = min(k, last[writer])
@@ -264,12 +268,9 @@ def formulate(
         if moment is None:  # (9)
             here = [(w, runs[w, k]) for w in cut.floats]
             builder.constraint([(1.0, column) for _, column in here], upper=1.0)
-            room = budget - graph.resident
-            size = max(1, room)
             takes = [(_bytes_beside_inputs(graph, w), column) for w, column in here]
             keeps = [(graph.nodes[i].bytes, held[i, k]) for i in np.flatnonzero(held[:, k] >= 0)]
-            terms = [(b / size, c) for b, c in (*takes, *keeps) if b]
-            builder.constraint(terms, upper=room / size)
+            at_most_bytes([*takes, *keeps], budget - graph.resident)
             continue
         node, inputs = graph.nodes[moment], graph.predecessors[moment]
         for i in inputs:
@@ -291,9 +292,7 @@ def formulate(
                 if column >= 0:
                     again = [(1.0, runs[source, k])] if runs[source, k] >= 0 else []
                     builder.constraint([(1.0, extra), (-1.0, column), *again], lower=0.0)
-        room = budget - needed
-        size = max(1, room)
-        builder.constraint([(b / size, c) for b, c in terms if b], upper=room / size)  # (5)
+        at_most_bytes(terms, budget - needed)  # (5)
     throughout: dict[int, list[tuple[int, int]]] = {}  # stage -> (node, column of Z)
     for j in inner:
         inputs = graph.predecessors[j]
@@ -302,12 +301,7 @@ def formulate(
             if k not in throughout:
                 throughout[k] = _held_throughout(builder, graph, runs, held, k)
             terms = [(graph.nodes[i].bytes, c) for i, c in throughout[k] if i not in inputs]
-            room = budget - graph.resident
-            size = max(1, room)
-            builder.constraint(
-                [(needed / size, runs[j, k]), *((b / size, c) for b, c in terms)],
-                upper=room / size,
-            )  # (8)
+            at_most_bytes([(needed, runs[j, k]), *terms], budget - graph.resident)  # (8)
     return Stages(builder.build(), cuts, runs, held)
 
 
