@@ -11,9 +11,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import psutil
 import tensorflow as tf
@@ -209,6 +210,12 @@ class Laid:
     def slots(self) -> range:
         """The addresses of the slots."""
         return range(self.block.address, self.block.address + self.layout.slots_end)
+
+    @cached_property
+    def slots_at(self) -> dict[int, int]:
+        """The size of each slot, by where it starts."""
+        shift = self.block.address - self.layout.slot_addresses.start
+        return {start + shift: size for start, size in self.layout.slots_at.items()}
 
 
 _laid: dict[str, Laid] = {}  # by device: the latest
@@ -475,10 +482,12 @@ class Found:
     Attributes:
       slots_taken: something else lies in slots for batches and results.
       drifted: other memory is free beside them.
+      free: where the slots start that are left free.
     """
 
     slots_taken: bool = False
     drifted: bool = False
+    free: frozenset[int] = field(default=frozenset(), compare=False)
 
 
 @contextmanager
@@ -493,8 +502,7 @@ def settled(device: Device, laid: Laid, free: Mapping[int, int]) -> Iterator[Fou
     Yields:
       Whether there were as many, and what comes after them is what it was.
     """
-    slots = laid.slots
-    drifted = False
+    slots_taken = drifted = False
     found: dict[int, list[tf.Tensor]] = {}
     others: list[tf.Tensor] = []  # what is as large as a slot, and may serve in its stead
     for size in sorted(free, reverse=True):  # a small one must not take a large slot
@@ -503,25 +511,32 @@ def settled(device: Device, laid: Laid, free: Mapping[int, int]) -> Iterator[Fou
         tries = _TRIES
         while tries > 0:
             tensor = _chunk(device, size)[0]
-            if address(tensor) in slots:
+            place = address(tensor)
+            if laid.slots_at.get(place) == size:
                 found[size].append(tensor)
                 continue
             tries -= 1
-            if address(tensor) == after:
+            if place == after:
                 break
             drifted = True
+            slots_taken |= place in laid.slots  # what is left of one
             others.append(tensor)
         del tensor
     others.clear()
-    enough = all(len(found[size]) >= count for size, count in free.items())
+    slots_taken |= any(len(found[size]) < count for size, count in free.items())
+    left = [tensor for size, count in free.items() for tensor in found[size][:count]]
+    places = frozenset(map(address, left))
+    left.clear()
     for size, count in free.items():
         del found[size][:count]
-    yield Found(slots_taken=not enough, drifted=drifted)
+    yield Found(slots_taken, drifted, places)
     found.clear()
 
 
-def is_as_laid(device: Device, laid: Laid, free: Mapping[int, int], most: int) -> bool:
-    """Whether what is free beside the slots is what was free when they were laid.
+def compare(
+    device: Device, laid: Laid, free: Mapping[int, int], places: Collection[int], most: int
+) -> Found:
+    """How what is free differs from what was free when memory was laid out.
 
     A request that is just too large for a free chunk goes into the next larger one,
     unless there is another.
@@ -530,27 +545,30 @@ def is_as_laid(device: Device, laid: Laid, free: Mapping[int, int], most: int) -
       device: whose allocator; it is ``settled``.
       laid: the layout in force.
       free: as for ``settled``.
+      places: where the slots start that are free.
       most: bytes that may be in use meanwhile; what that forbids is not looked at.
     """
-    slots = laid.slots
     most -= bytes_in_use(device)
-    sizes = [_SMALL_SLOT, *free]
-    known = [*laid.beside, *(Block(slots.start, size) for size in sizes)]
+    small = {start for start, size in laid.slots_at.items() if size == _SMALL_SLOT}
+    known = [*laid.beside, *(Block(laid.slots.start, size) for size in (_SMALL_SLOT, *free))]
     size = _SMALL_SLOT
     for block in sorted(known, key=_by_size):
         if size > block.bytes:
             continue  # as large as the one before
         if (size if is_split(block.bytes, size) else block.bytes) > most:
             break
+        expected: Collection[int] = [block.address]
+        if block.address in laid.slots:  # any of its size
+            expected = small if block.bytes == _SMALL_SLOT else places
         try:
             tensor = _chunk(device, size)[0]
         except tf.errors.ResourceExhaustedError:
-            return False
-        if address(tensor) not in (slots if block.address in slots else (block.address,)):
-            return False
+            return Found(drifted=True)
+        if (place := address(tensor)) not in expected:
+            return Found(slots_taken=place in laid.slots, drifted=True)
         del tensor
         size = block.bytes + ALIGNMENT
-    return True
+    return Found()
 
 
 def _by_size(block: Block) -> tuple[int, int]:

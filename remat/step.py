@@ -689,9 +689,7 @@ class CompiledStep:
         with allocator.settled(self.device, self._laid, free) as found:
             in_use = allocator.bytes_in_use(self.device)
             if found == allocator.Found() and self._ran and in_use != self._settled_bytes:
-                most = self.plan.peak
-                as_laid = allocator.is_as_laid(self.device, self._laid, free, most)
-                found = replace(found, drifted=not as_laid)
+                found = allocator.compare(self.device, self._laid, free, found.free, self.plan.peak)
             if not found.drifted:
                 self._settled_bytes = in_use
             yield found
@@ -955,11 +953,14 @@ def _own_buffers(program: Program) -> None:
 
 def _move_what_moves(program: Program) -> None:
     """Gives another buffer to each captured variable that gets one with each step."""
+    moved = []
     for handle, spec in _variables_of(program):
         if not stays(spec):
             value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=spec.dtype)
-            value = tf.raw_ops.DeepCopy(x=value)
-            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+            moved.append((handle, tf.raw_ops.DeepCopy(x=value)))
+    # Not one by one: each would find the place that the one before has left.
+    for handle, value in moved:
+        tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 
 @contextmanager

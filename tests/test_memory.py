@@ -179,6 +179,81 @@ answer(
     assert not 0 <= found["elsewhere"] < found["slots_end"]
 
 
+@pytest.mark.parametrize("free_part", ["before", "after"])
+def test_what_lies_in_a_part_of_a_slot_is_noticed(free_part: str) -> None:
+    """What is left of the slot would serve what is to lie in a hole of that size or larger."""
+    found = run(
+        f"free_part = {free_part!r}"
+        + """
+from remat import allocator
+from remat.arena import Pool
+device = allocator.device_at_hand()
+block = allocator.claim(device, 64 << 20, 64 << 20)
+pool = Pool(held=(), arguments=(1 << 20,), results=(3 << 20,))
+laid = allocator.lay_out(device, block, pool, 40 << 20)
+
+def take(size):
+    return tf.raw_ops.Empty(shape=[size], dtype=tf.uint8, init=False)
+
+def seen():
+    free = pool.free_slots
+    with allocator.settled(device, laid, free) as found:
+        enough = found == allocator.Found()
+        found = allocator.compare(device, laid, free, found.free, 40 << 20)
+    return [enough, found.slots_taken, found.drifted]
+
+at_first = seen()
+parts = [take(400 << 10), take(600 << 10)]
+within = [laid.slots.start <= allocator.address(part) < laid.slots.stop for part in parts]
+del parts[0 if free_part == "before" else 1]
+cut = seen()
+del parts
+answer(within=within, at_first=at_first, cut=cut, at_last=seen())
+""",
+        COUNTED,
+    )
+    assert found["within"] == [True, True]
+    assert found["at_first"] == found["at_last"] == [True, False, False]
+    # There are two more slots of that size, and two are needed.
+    assert found["cut"] == [True, True, True]
+
+
+def test_what_moves_with_each_step_does_not_move_to_where_another_was() -> None:
+    """Two counters: a hole at either's old place would be another one at the first step."""
+    found = run(
+        """
+from remat import allocator
+from remat.step import _move_what_moves
+counters = [tf.Variable(tf.constant(number, tf.int64)) for number in range(6)]
+
+@remat.function(budget="1GiB", profile={}, check=False)
+def step(x):
+    for counter in counters:
+        counter.assign_add(1)
+    return x + 1.0
+
+step(tf.zeros(8))
+program = step.steps[0].prepared.program
+
+def addresses():
+    read = tf.raw_ops.ReadVariableOp
+    return [allocator.address(read(resource=c.handle, dtype=c.dtype)) for c in counters]
+
+before = addresses()
+values = [int(counter) for counter in counters]
+_move_what_moves(program)
+answer(
+    before=before,
+    after=addresses(),
+    kept=values == [int(counter) for counter in counters],
+)
+""",
+        COUNTED,
+    )
+    assert found["kept"]
+    assert not set(found["before"]) & set(found["after"])
+
+
 def test_a_pool_that_has_grown_to_its_limit_is_claimed_where_it_is_free() -> None:
     found = run(
         _GROWN_TO_ITS_LIMIT
