@@ -30,6 +30,7 @@ from .arena import (
     is_roomy,
     is_split,
     slots_end,
+    split_from,
 )
 from .device import cpu_is_pooled, default_device
 
@@ -139,6 +140,9 @@ def claim(device: Device, count: int, least: int, unclaimed: int | None = None) 
         laid = _laid.get(device.name)
         if laid is not None and device.limit is not None:
             laid.walls.clear()
+            block = _around(device, laid.beside[-1].bytes)
+            if block is not None and 2 * block.bytes > device.limit - bytes_in_use(device):
+                return block  # none is larger
             shares = _SHARES
     elif unclaimed is not None and unclaimed >= _SMALLEST_CLAIM:
         assert device.limit is not None
@@ -178,6 +182,23 @@ def _blocks(device: Device, sizes: Iterable[int], holding: bool = False) -> list
             held.append(tensor)
         del tensor
     return found
+
+
+def _around(device: Device, known: int) -> Block | None:
+    """The free chunk that one of ``known`` bytes is part of by now, if there still is one.
+
+    To ask for more than there is would be to wait for ten seconds.
+    """
+    size = aligned(known) - ALIGNMENT
+    while True:
+        try:
+            tensor, chunk = _chunk(device, size)
+        except tf.errors.ResourceExhaustedError:
+            return None
+        if chunk > size:
+            return Block(address(tensor), chunk)  # all of it
+        del tensor
+        size = split_from(size) - ALIGNMENT
 
 
 def _joined(blocks: Iterable[Block]) -> list[Block]:

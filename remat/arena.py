@@ -198,7 +198,12 @@ def aligned(size: int, unit: int = ALIGNMENT) -> int:
 def is_split(chunk: int, size: int) -> bool:
     """Whether a chunk of ``chunk`` bytes is cut for a request of ``size``, or
     handed out whole."""
-    return chunk >= 2 * size or chunk - size >= _SPLIT_WASTE
+    return chunk >= split_from(size)
+
+
+def split_from(size: int) -> int:
+    """Bytes of the smallest chunk that is cut for a request of ``size``."""
+    return min(2 * size, size + _SPLIT_WASTE)
 
 
 def is_roomy(area: int, left: int) -> bool:

@@ -408,6 +408,37 @@ answer(free=free, claimed=block.bytes, block=laid.block.bytes)
     assert 0.95 * found["free"] < found["block"] <= found["free"]
 
 
+def test_what_was_divided_is_claimed_again_in_one_piece() -> None:
+    """Twice: as it was, and beside what has been left in it."""
+    found = run(
+        _GROWN_TO_ITS_LIMIT
+        + """
+import dataclasses
+pool = dataclasses.replace(pool, arguments=(1 << 20,))
+block = allocator.claim(device, free, free, pool.unclaimed())
+laid = allocator.lay_out(device, block, pool, device.limit)
+again = allocator.claim(device, free, free)
+laid = allocator.lay_out(device, again, pool, device.limit)
+kept = tf.zeros([1 << 17])  # half a slot
+in_slot = allocator.address(kept) in laid.slots
+rest = allocator.claim(device, free, free)
+answer(
+    before=[block.address, block.bytes],
+    again=[again.address, again.bytes],
+    in_slot=in_slot,
+    end=rest.address + rest.bytes,
+    rest=rest.bytes,
+)
+""",
+        _LIMITED,
+    )
+    address, count = found["before"]
+    assert found["again"] == [address, count]
+    assert found["in_slot"]
+    assert found["end"] == address + count
+    assert count - (4 << 20) < found["rest"] < count
+
+
 def test_a_hole_nearly_as_large_as_the_block_is_one() -> None:
     found = run(
         """
