@@ -140,7 +140,7 @@ def claim(device: Device, count: int, least: int, unclaimed: int | None = None) 
         laid = _laid.get(device.name)
         if laid is not None and device.limit is not None:
             laid.walls.clear()
-            block = _around(device, laid.beside[-1].bytes)
+            block = _around(device, laid.layout.area)
             if block is not None and 2 * block.bytes > device.limit - bytes_in_use(device):
                 return block  # none is larger
             shares = _SHARES
@@ -189,7 +189,7 @@ def _around(device: Device, known: int) -> Block | None:
 
     To ask for more than there is would be to wait for ten seconds.
     """
-    size = aligned(known) - ALIGNMENT
+    size = known - ALIGNMENT
     while True:
         try:
             tensor, chunk = _chunk(device, size)
@@ -545,18 +545,15 @@ def settled(device: Device, laid: Laid, free: Mapping[int, int]) -> Iterator[Fou
         del tensor
     others.clear()
     slots_taken |= any(len(found[size]) < count for size, count in free.items())
-    left = [tensor for size, count in free.items() for tensor in found[size][:count]]
-    places = frozenset(map(address, left))
-    left.clear()
+    places: set[int] = set()
     for size, count in free.items():
+        places.update(map(address, found[size][:count]))
         del found[size][:count]
-    yield Found(slots_taken, drifted, places)
+    yield Found(slots_taken, drifted, frozenset(places))
     found.clear()
 
 
-def compare(
-    device: Device, laid: Laid, free: Mapping[int, int], places: Collection[int], most: int
-) -> Found:
+def differences(device: Device, laid: Laid, places: Collection[int], most: int) -> Found:
     """How what is free differs from what was free when memory was laid out.
 
     A request that is just too large for a free chunk goes into the next larger one,
@@ -565,22 +562,23 @@ def compare(
     Args:
       device: whose allocator; it is ``settled``.
       laid: the layout in force.
-      free: as for ``settled``.
-      places: where the slots start that are free.
+      places: where the slots start that it found free.
       most: bytes that may be in use meanwhile; what that forbids is not looked at.
     """
     most -= bytes_in_use(device)
-    small = {start for start, size in laid.slots_at.items() if size == _SMALL_SLOT}
-    known = [*laid.beside, *(Block(laid.slots.start, size) for size in (_SMALL_SLOT, *free))]
+    vacant = {
+        start: size
+        for start, size in laid.slots_at.items()
+        if size == _SMALL_SLOT or start in places
+    }
+    known = [*laid.beside, *(Block(start, size) for start, size in vacant.items())]
     size = _SMALL_SLOT
     for block in sorted(known, key=_by_size):
         if size > block.bytes:
             continue  # as large as the one before
         if (size if is_split(block.bytes, size) else block.bytes) > most:
             break
-        expected: Collection[int] = [block.address]
-        if block.address in laid.slots:  # any of its size
-            expected = small if block.bytes == _SMALL_SLOT else places
+        expected: Collection[int] = vacant if block.address in vacant else [block.address]
         try:
             tensor = _chunk(device, size)[0]
         except tf.errors.ResourceExhaustedError:

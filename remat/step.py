@@ -689,7 +689,8 @@ class CompiledStep:
         with allocator.settled(self.device, self._laid, free) as found:
             in_use = allocator.bytes_in_use(self.device)
             if found == allocator.Found() and self._ran and in_use != self._settled_bytes:
-                found = allocator.compare(self.device, self._laid, free, found.free, self.plan.peak)
+                most = self.plan.peak
+                found = allocator.differences(self.device, self._laid, found.free, most)
             if not found.drifted:
                 self._settled_bytes = in_use
             yield found

@@ -192,18 +192,14 @@ block = allocator.claim(device, 64 << 20, 64 << 20)
 pool = Pool(held=(), arguments=(1 << 20,), results=(3 << 20,))
 laid = allocator.lay_out(device, block, pool, 40 << 20)
 
-def take(size):
-    return tf.raw_ops.Empty(shape=[size], dtype=tf.uint8, init=False)
-
 def seen():
-    free = pool.free_slots
-    with allocator.settled(device, laid, free) as found:
+    with allocator.settled(device, laid, pool.free_slots) as found:
         enough = found == allocator.Found()
-        found = allocator.compare(device, laid, free, found.free, 40 << 20)
+        found = allocator.differences(device, laid, found.free, 40 << 20)
     return [enough, found.slots_taken, found.drifted]
 
 at_first = seen()
-parts = [take(400 << 10), take(600 << 10)]
+parts = [tf.zeros([100 << 10]), tf.zeros([150 << 10])]
 within = [laid.slots.start <= allocator.address(part) < laid.slots.stop for part in parts]
 del parts[0 if free_part == "before" else 1]
 cut = seen()
