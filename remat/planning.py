@@ -32,6 +32,7 @@ from .arena import (
     is_roomy,
     slots_end,
 )
+from .broadcasts import broadcast_late
 from .calibrate import Corrections
 from .extract import Extraction, expand, extract, name_for_people
 from .generators import Generators
@@ -89,7 +90,7 @@ class Prepared:
 
     Attributes:
       trace: the traced step.
-      program: its operations, large updates split.
+      program: its operations, with what is repeated written out late, large updates split.
       prices: what they cost.
       extraction: the solver's graph.
       plain: what the plain step is predicted to take.
@@ -324,9 +325,11 @@ def prepare(
     # or a saved plan would not load.
     resident = pool_of(program).resident
     unpriced = min(max(asked.timeline(resident)) for asked in _plain_requests(program, {}))
-    in_blocks = split_updates(program, unpriced) if split else program
-    if in_blocks is not program:
-        program, prices = in_blocks, priced(in_blocks)
+    rewritten = broadcast_late(program)
+    if split:
+        rewritten = split_updates(rewritten, unpriced)
+    if rewritten is not program:
+        program, prices = rewritten, priced(rewritten)
     extraction = extract(
         program,
         prices.seconds,
