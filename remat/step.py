@@ -57,7 +57,8 @@ from .unfed import Unfed, unfed
 
 log = logging.getLogger("remat")
 
-_TRIALS = 6  # measured runs, at most, until the peak is within the budget
+_TRIALS = 6  # measured runs, at most, until the peak is within the budget ...
+_PLACED_TRIALS = 4  # ... of them with places for tensors
 _UNPLACED_SLACK = 0.01  # of the budget, which a trial run without addresses must not take
 _SHARE = "share of the plain step's predicted peak"  # where a budget comes from
 _NOTICED = 1.02  # times a budget: less does not make a share of a corrected peak another one
@@ -526,9 +527,9 @@ class CompiledStep:
         """
         if not self._testable(say):
             return
-        # What a run takes varies where the allocator chooses the places.
-        slack = 0 if self.prepared.pool.quiet else int(_UNPLACED_SLACK * self.budget)
         for trial in range(_TRIALS):
+            # What a run takes varies where the allocator chooses the places.
+            slack = 0 if self.prepared.pool.quiet else int(_UNPLACED_SLACK * self.budget)
             say.line("measuring one step")
             try:
                 measured, recorded = self._trial()
@@ -557,6 +558,11 @@ class CompiledStep:
                     if self._laid is not None:
                         self._lay_again(lambda: None)
                         continue
+            elif self._laid is not None and trial == _PLACED_TRIALS - 1:
+                # The divided piece is a small one among holes, which others take.
+                say.line("what has no place takes too much: planning again without places")
+                self._divide(None)
+                ceiling = None
             else:
                 say.line(
                     f"measured {format_bytes(measured) if measured else 'out of memory'} for a "
