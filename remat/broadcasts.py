@@ -128,10 +128,10 @@ class _Rewriter:
             ),
         )
         added = self._add(computed, node)
-        if math.prod(shape) < math.prod(op.shapes[0]):
-            self.small[index, 0] = added, 0
-        else:
+        if shape == op.shapes[0]:
             self.moved[index] = added
+        else:  # smaller, or without leading dimensions of one element
+            self.small[index, 0] = added, 0
 
     def whole(self, tensor: Tensor) -> Tensor:
         """An old tensor, written out if it repeats a smaller one."""

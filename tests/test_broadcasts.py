@@ -152,3 +152,22 @@ answer(**found)
     assert len(found) == 3
     for result in found.values():
         assert result == {"same": True, "repeated": 0}
+
+
+def test_dimensions_of_one_element_stay() -> None:
+    found = run(
+        _PRELUDE
+        + """
+def step(x, row, column, two, one):
+    vector = row[0, 0]
+    product = tf.fill((1, 32), one) * vector
+    return product, tf.matmul(product, x[0], transpose_b=True), product + 1.0
+
+inputs = values(tf.float32)
+results = remat.function(step, budget="1GiB", profile={}, check=False)(*inputs)
+answer(same=compare(step)[0], shapes=[list(np.array(r).shape) for r in results])
+""",
+        EXACT,
+    )
+    assert found["same"]
+    assert found["shapes"] == [[1, 32], [1, 64 * 2], [1, 32]]
