@@ -19,14 +19,13 @@ cannot repeat it itself, it is written out just before.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import node_def_pb2, types_pb2
 
-from .program import Kind, Op, Program, Tensor, constant_node, constant_op
+from .program import Kind, Op, Program, Rewriter, Tensor
 
 # What repeats a value, and which input that is.
 _REPEATS = {"Tile": 0, "BroadcastTo": 0, "Fill": 1}
@@ -50,13 +49,12 @@ def broadcast_late(program: Program) -> Program:
     readers = {reader for index in repeated for reader in program.consumers[index]}
     if not any(_broadcasts(program.ops[reader]) for reader in readers):
         return program
-    rewriter = _Rewriter(program)
+    rewriter = _Late(program)
     for index in range(len(program.ops)):
         rewriter.take(index)
     for index in (*(index for index, _ in program.outputs), *program.targets):
         rewriter.whole((index, 0))
-    moved = {old: (new, 0) for old, new in rewriter.moved.items()}
-    return program.rewritten(rewriter.ops, rewriter.nodes, moved)
+    return rewriter.rewritten()
 
 
 def _repeats(program: Program, op: Op) -> bool:
@@ -78,36 +76,26 @@ def _broadcasts(op: Op) -> bool:
     return exact and op.kind is Kind.PURE and op.dtypes[0] in _DTYPES
 
 
-@dataclass
-class _Rewriter:
-    """Writes a program anew.
+class _Late(Rewriter):
+    """Writes the program anew; ``small``: of tensors that repeat a smaller one, that."""
 
-    Attributes:
-      program: the old one.
-      ops, nodes: the new one, as far as it is written.
-      moved: where old operations are.
-      small: of tensors that repeat a smaller one, that.
-    """
-
-    program: Program
-    ops: list[Op] = field(default_factory=list)
-    nodes: list[node_def_pb2.NodeDef] = field(default_factory=list)
-    moved: dict[int, int] = field(default_factory=dict)
-    small: dict[Tensor, Tensor] = field(default_factory=dict)
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.small: dict[Tensor, Tensor] = {}
 
     def take(self, index: int) -> None:
         """Adds an old operation, or the small one of which it is a repetition."""
         op, node = self.program.ops[index], self.program.nodes[index]
         if _repeats(self.program, op):
             source = op.inputs[_REPEATS[op.type]]
-            self.small[index, 0] = self.small.get(source) or self._new(source)
+            self.small[index, 0] = self.small.get(source) or self._tensor(source)
             return
         if not _broadcasts(op) or not any(tensor in self.small for tensor in op.inputs):
             inputs = tuple(map(self.whole, op.inputs))
-            controls = tuple(self.moved[effect] for effect in op.controls)
-            self.moved[index] = self._add(replace(op, inputs=inputs, controls=controls), node)
+            moved = replace(op, inputs=inputs, controls=self.new(op.controls))
+            self.moved[index] = self.add(moved, node)
             return
-        inputs = tuple(self.small.get(tensor) or self._new(tensor) for tensor in op.inputs)
+        inputs = tuple(self.small.get(tensor) or self._tensor(tensor) for tensor in op.inputs)
         shapes = [self.ops[source].shapes[number] for source, number in inputs]
         shape = np.broadcast_shapes(*shapes)
         if op.type == _SUM:
@@ -127,7 +115,7 @@ class _Rewriter:
                 and (slot in op.forwards or shape != op.shapes[0])
             ),
         )
-        added = self._add(computed, node)
+        added = self.add(computed, node)
         if shape == op.shapes[0]:
             self.moved[index] = added
         else:  # smaller, or without leading dimensions of one element
@@ -138,9 +126,9 @@ class _Rewriter:
         index, _ = tensor
         if index not in self.moved:
             self.moved[index] = self._written_out(tensor)
-        return self._new(tensor)
+        return self._tensor(tensor)
 
-    def _new(self, tensor: Tensor) -> Tensor:
+    def _tensor(self, tensor: Tensor) -> Tensor:
         return self.moved[tensor[0]], tensor[1]
 
     def _written_out(self, tensor: Tensor) -> int:
@@ -148,25 +136,13 @@ class _Rewriter:
         index, _ = tensor
         op, node = self.program.ops[index], self.program.nodes[index]
         if _repeats(self.program, op):
-            return self._add(replace(op, inputs=tuple(map(self.whole, op.inputs))), node)
+            return self.add(replace(op, inputs=tuple(map(self.whole, op.inputs))), node)
         (shape,) = op.shapes
         name = f"{op.name}/whole"
         repeat = node_def_pb2.NodeDef(op="BroadcastTo", device=node.device)
         repeat.attr["T"].type = op.dtypes[0].as_datatype_enum
         repeat.attr["Tidx"].type = types_pb2.DT_INT32
-        inputs = (self.small[tensor], self._constant(f"{name}/shape", shape))
-        return self._add(
+        inputs = (self.small[tensor], self.add_constant(f"{name}/shape", shape))
+        return self.add(
             replace(op, name=name, type=repeat.op, inputs=inputs, controls=(), forwards=()), repeat
         )
-
-    def _constant(self, name: str, values: Sequence[int]) -> Tensor:
-        array = np.array(values, np.int32)
-        return self._add(constant_op(array, name), constant_node(name, array)), 0
-
-    def _add(self, op: Op, node: node_def_pb2.NodeDef) -> int:
-        named = node_def_pb2.NodeDef()
-        named.CopyFrom(node)
-        named.name = op.name
-        self.ops.append(op)
-        self.nodes.append(named)
-        return len(self.ops) - 1

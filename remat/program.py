@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
@@ -743,6 +743,45 @@ def _fold(operation: tf.Operation) -> list[np.ndarray] | None:
             return None
         arrays.append(np.asarray(value, tensor.dtype.as_numpy_dtype).reshape(tensor.shape))
     return arrays
+
+
+class Rewriter:
+    """What writes a program anew.
+
+    Attributes:
+      program: the old one.
+      ops, nodes: the new one, as far as it is written.
+      moved: old index -> new one.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.ops: list[Op] = []
+        self.nodes: list[node_def_pb2.NodeDef] = []
+        self.moved: dict[int, int] = {}
+
+    def add(self, op: Op, node: node_def_pb2.NodeDef) -> int:
+        """Adds an operation that runs like ``node``; returns its index."""
+        named = node_def_pb2.NodeDef()
+        named.CopyFrom(node)
+        named.name = op.name
+        self.ops.append(op)
+        self.nodes.append(named)
+        return len(self.ops) - 1
+
+    def add_constant(self, name: str, values: int | Sequence[int]) -> Tensor:
+        """Adds an integer, or a vector of integers."""
+        array = np.array(values, np.int32)
+        return self.add(constant_op(array, name), constant_node(name, array)), 0
+
+    def new(self, indices: Iterable[int]) -> tuple[int, ...]:
+        """New indices of operations that have been moved."""
+        return tuple(self.moved[index] for index in indices)
+
+    def rewritten(self) -> Program:
+        """The new program, once all is written."""
+        moved = {old: (new, 0) for old, new in self.moved.items()}
+        return self.program.rewritten(self.ops, self.nodes, moved)
 
 
 def constant_node(name: str, array: np.ndarray) -> node_def_pb2.NodeDef:

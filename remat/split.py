@@ -27,12 +27,11 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import node_def_pb2, types_pb2
 
 from .inplace import counting, sharing, stays, writing, written_in_functions
-from .program import ELEMENTWISE, Kind, Op, Program, Tensor, constant_node, constant_op
+from .program import ELEMENTWISE, Kind, Op, Program, Rewriter, Tensor
 
 _LARGE = 0.05  # of the plain peak: a variable from this size on is updated in blocks ...
 _BLOCK = 0.02  # ... of about this size
@@ -149,16 +148,13 @@ class _Update:
         return _Update(assignment, tuple(sorted(inside)), rows) if len(rows) > 1 else None
 
 
-class _Splitter:
+class _Splitter(Rewriter):
     """Writes the program anew, with blocks in place of the updates."""
 
     def __init__(self, program: Program, updates: Mapping[int, _Update], whole: Set[int]) -> None:
-        self.program = program
+        super().__init__(program)
         self.updates = updates
         self.whole = whole  # assignments of all rows at once
-        self.ops: list[Op] = []
-        self.nodes: list[node_def_pb2.NodeDef] = []
-        self.moved: dict[int, int] = {}  # old index -> new one
 
     def run(self) -> Program:
         """The new program."""
@@ -178,26 +174,7 @@ class _Splitter:
                     replace(op, inputs=inputs, controls=self.new(op.controls)),
                     program.nodes[index],
                 )
-        moved = {old: (new, 0) for old, new in self.moved.items()}
-        return program.rewritten(self.ops, self.nodes, moved)
-
-    def new(self, indices: Sequence[int]) -> tuple[int, ...]:
-        """New indices of operations outside of updates, or of the ends of updates."""
-        return tuple(self.moved[index] for index in indices)
-
-    def add(self, op: Op, node: node_def_pb2.NodeDef) -> int:
-        """Adds an operation that runs like ``node``; returns its index."""
-        named = node_def_pb2.NodeDef()
-        named.CopyFrom(node)
-        named.name = op.name
-        self.ops.append(op)
-        self.nodes.append(named)
-        return len(self.ops) - 1
-
-    def add_constant(self, name: str, values: int | Sequence[int]) -> Tensor:
-        """Adds an integer, or a vector of integers."""
-        array = np.array(values, np.int32)
-        return self.add(constant_op(array, name), constant_node(name, array)), 0
+        return self.rewritten()
 
     def write(
         self, assignment: Op, name: str, rows: tuple[int, int], value: Tensor, before: Sequence[int]
