@@ -139,6 +139,21 @@ def test_any_program_over_moments_is_a_bound(
         simulate(graph, decode(graph, program, solution.values))  # legal
 
 
+def test_a_node_that_floats_may_become_a_moment() -> None:
+    # Node 8, which runs once and before which 5 must run, gets a cut of its own first.
+    costs = (0, 0, 3, 0, 0, 2, 1, 2, 2, 0, 3)
+    sizes = (4, 1, 0, 3, 0, 3, 3, 3, 3, 1, 4)
+    workspaces = (2, 2, 1, 0, 0, 2, 1, 2, 2, 0, 1)
+    nodes = tuple(
+        Node(f"node{i}", cost, size, workspace=workspace, recomputable=i not in (1, 8))
+        for i, (cost, size, workspace) in enumerate(zip(costs, sizes, workspaces, strict=True))
+    )
+    edges = ((0, 1), (0, 2), (0, 3), (0, 4), (3, 4), (3, 5))
+    edges += ((4, 6), (6, 7), (6, 8), (6, 10), (7, 9), (8, 9))
+    graph = Graph("float", nodes, edges, outputs=(10,), order=((0, 8), (5, 8)))
+    run(graph, 10, "moments", time_limit=20)  # legal, or says why not
+
+
 @pytest.mark.parametrize("solver", ["moments", "auto"])
 def test_a_budget_above_the_floor_is_proven_infeasible(solver: str) -> None:
     # While m2 runs, p or q is held, too; no node alone says so.
