@@ -70,7 +70,8 @@ _LEAST_MARGIN = 0.03, 2**19  # ... at least the lower of this share and these by
 _SHOWN = 4  # kinds of operations that a summary names
 _ROUNDS = 16  # solves, at most, until the prediction fits ...
 _FEW_ROUNDS = 4  # ... between the leanest plan and those too large
-_FIRST, _AGAIN = 1 / 2, 1 / 4  # time limit of the first solve / usual one, of others / first
+_FIRST = 1 / 2  # time limit of the first solve / usual one
+_AGAIN, _BETTER = 1 / 4, 1 / 2  # of those with lower targets / first, of those that better a plan
 _LONGEST = 7.5  # seconds of the first solve
 _MAX_GAP = 0.002  # points that are not worth more seconds of compiling
 _PATIENCE = 8  # of them with small steps
@@ -392,26 +393,29 @@ def make_plan(
     if failed.interrupted:
         raise infeasible(prepared, budget, failed.estimate)
     leanest = find_leanest(prepared, budget, ceiling=ceiling, seed=seed, bound=failed.bound)
-    planned = leanest.planned
-    interrupted = leanest.result.status is Status.INTERRUPTED
-    if not leanest.fits:
-        if interrupted:
+    if leanest.result.status is Status.INTERRUPTED:
+        if not leanest.fits:
             raise infeasible(prepared, budget, failed.estimate)
+        return leanest.planned
+    planned = leanest.planned
+    assert leanest.result.peak is not None
+    # Where it does not fit, a schedule of a higher peak may be easier to find places for.
+    if leanest.fits or leanest.result.peak < failed.target:
+        planned = _between(
+            prepared,
+            planned,
+            failed.target,
+            budget,
+            ceiling,
+            solver=solver,
+            time_limit=time_limit,
+            seed=seed,
+            bound=failed.bound,
+            progress=progress,
+        )
+    if planned.needed > ceiling:
         raise refusal(prepared, leanest, budget, seed)
-    if interrupted:
-        return planned
-    return _between(
-        prepared,
-        planned,
-        failed.target,
-        budget,
-        ceiling,
-        solver=solver,
-        time_limit=time_limit,
-        seed=seed,
-        bound=failed.bound,
-        progress=progress,
-    )
+    return planned
 
 
 class _NoPlanError(Exception):
@@ -584,9 +588,9 @@ def _between(
     bound: float | None,
     progress: Callable[[Result], None] | None,
 ) -> Planned:
-    """Looks for a cheaper plan than one that fits: by bisection between the peak of its
-    schedule (which may be far below its target) and ``high``, for which plans were too
-    large.  The other arguments are those of ``make_plan``."""
+    """Looks for a cheaper plan than one, or for any where that does not fit: by bisection
+    between the peak of its schedule (which may be far below its target) and ``high``, for
+    which plans were too large.  The other arguments are those of ``make_plan``."""
     best = planned
     low = simulate_schedule(prepared.extraction.graph, planned.plan.schedule).peak
     for number in range(_FEW_ROUNDS):
@@ -596,7 +600,7 @@ def _between(
             prepared.extraction.graph,
             target,
             solver=solver,
-            time_limit=time_limit,
+            time_limit=_BETTER * time_limit,
             max_gap=_MAX_GAP,
             seed=seed + number,
             start=best.plan.schedule,
@@ -607,7 +611,7 @@ def _between(
             continue
         found = _follow(prepared, result, budget, ceiling, seed + number, bound)
         fits = found.needed <= ceiling
-        if fits and found.plan.cost < best.plan.cost:
+        if fits and (best.needed > ceiling or found.plan.cost < best.plan.cost):
             best = found
         if result.status is Status.INTERRUPTED:
             break
@@ -646,15 +650,12 @@ def _search(
     bound: float | None = None  # of the first target
     needed = []  # by the plans that did not fit
     used = target  # by the latest of their schedules
-    hopeless = 0  # the highest target that nothing was found for
     for number in range(_ROUNDS):
-        # Where a short search found nothing, none was long enough.
-        long = number == 0 or hopeless
         result = solve(
             graph,
             target,
             solver=solver,
-            time_limit=time_limit if long else _AGAIN * time_limit,
+            time_limit=time_limit if number == 0 else _AGAIN * time_limit,
             max_gap=_MAX_GAP,
             seed=seed + number,
             start=start,
@@ -666,11 +667,7 @@ def _search(
                 interrupted = result.status is Status.INTERRUPTED
                 estimate = result.least_budget + budget - target
                 raise _NoPlanError(estimate, bound, target, interrupted=interrupted)
-            hopeless = max(hopeless, target)
-            if used - hopeless < _LEAST_STEP * used:
-                break
-            target = (hopeless + used) // 2
-            continue
+            break
         start = result.schedule
         planned = _follow(prepared, result, budget, ceiling, seed + number, bound)
         fits = planned.needed <= ceiling
@@ -698,11 +695,7 @@ def _search(
         step = min(_LARGEST_STEP, max(_LEAST_STEP, planned.needed / ceiling - 1))
         step = step if number < _PATIENCE else _LARGEST_STEP
         used = min(target, result.peak or target)
-        if used - hopeless < _LEAST_STEP * used:
-            break
         target = int(used * (1 - step))
-        if target <= hopeless:
-            target = (hopeless + used) // 2
     raise _NoPlanError(min(needed) + budget - ceiling, bound, used)
 
 
