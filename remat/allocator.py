@@ -33,6 +33,7 @@ from .arena import (
     split_from,
 )
 from .device import cpu_is_pooled, default_device
+from .timeline import fragmentation, profile
 
 UNWRITTEN = "_ParallelConcatStart"
 """An operation that allocates memory and does not write to it: the first half of
@@ -44,6 +45,9 @@ _PIECES = 1024  # that a hole is divided in, at most
 _SMALL_SLOT = GRAIN - ALIGNMENT  # bytes of a slot for small values
 # Of what is free, until it is not in one piece; a chunk that is little larger is had whole.
 _SHARES = (0.4, 0.6, 0.8, 0.9, 0.97)
+# Share and bytes (the lower) of the largest free chunk: it is known from figures of six digits,
+# and as if the pool had grown to exactly its limit.
+_UNSURE = 0.03, 2**26
 _TIGHT = 1.02  # times the budget: a limit up to this leaves the pool no room
 _GPU_SHARE = 0.92  # of a GPU's memory that TensorFlow takes at most, by default
 
@@ -151,8 +155,8 @@ def claim(device: Device, count: int, least: int, unclaimed: int | None = None) 
         # the pool grow.
         holes = device.limit - unclaimed - bytes_in_use(device)
         holding, shares = True, (1.0,) * (holes // count + 1)
-    elif unclaimed is not None:
-        shares = _SHARES  # variables have made the pool grow to its limit, and left a hole
+    elif unclaimed is not None:  # variables have made the pool grow to its limit
+        count = min(count, _largest_free(device))
     sizes = [int(share * count) for share in shares if share * count >= _SMALLEST_CLAIM]
     blocks = _blocks(device, sizes, holding)
     if blocks:
@@ -160,6 +164,25 @@ def claim(device: Device, count: int, least: int, unclaimed: int | None = None) 
     if holding:
         blocks = _joined(blocks)
     return max(blocks, key=lambda block: block.bytes, default=None)
+
+
+def _largest_free(device: Device) -> int:
+    """Bytes for which a pool that has grown to its limit hands out its largest free chunk,
+    all of it; 0 where someone else is profiling.
+
+    To ask for more than there is would be to wait for ten seconds, so the allocator is
+    asked what it notes of an allocation for the profiler: the share of the free bytes that
+    is not in the largest chunk.
+    """
+    assert device.limit is not None
+    try:
+        space = profile(lambda: _chunk(device, ALIGNMENT))
+    except tf.errors.AlreadyExistsError:
+        return 0
+    elsewhere = fragmentation(space, on_gpu=device.name.startswith("GPU"))
+    largest = (1 - elsewhere) * (device.limit - bytes_in_use(device))
+    share, most = _UNSURE
+    return int(largest - min(share * largest, most))
 
 
 def _blocks(device: Device, sizes: Iterable[int], holding: bool = False) -> list[Block]:

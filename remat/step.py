@@ -242,7 +242,7 @@ class CompiledStep:
                 traced, program, pool, name=name, profile=options.profile, progress=say.line
             )
         self.budget, self.budget_source = self._resolve_budget(self.prepared.plain.peak)
-        if block is not None and block.bytes < self.budget - allocator.bytes_in_use(self.device):
+        if block is not None and self.budget > budget + spare:  # else there is no more to claim
             block = self._claim(pool, self.budget) or block
         self._divide(block)
         with self._timed("solve"):

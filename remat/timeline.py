@@ -83,26 +83,25 @@ def profile(run: Callable[[], object], *, device: int = 0) -> xplane_pb2.XSpace:
 
 def allocations(space: xplane_pb2.XSpace, *, on_gpu: bool) -> list[Allocation]:
     """The allocations of a profile, in order."""
-    found = []
-    for plane in space.planes:
-        for line in plane.lines:
-            for event in line.events:
-                sign = _SIGNS.get(plane.event_metadata[event.metadata_id].name)
-                if sign is None:
-                    continue
-                stats = _Stats(plane, event)
-                if stats.text("allocator_name").startswith("GPU") != on_gpu:
-                    continue
-                found.append(
-                    Allocation(
-                        seconds=_seconds(line, event),
-                        requested=sign * stats.number("requested_bytes"),
-                        chunk=sign * stats.number("allocation_bytes"),
-                        address=stats.number("addr"),
-                        op=stats.text("tf_op"),
-                    )
-                )
+    found = [
+        Allocation(
+            seconds=seconds,
+            requested=sign * stats.number("requested_bytes"),
+            chunk=sign * stats.number("allocation_bytes"),
+            address=stats.number("addr"),
+            op=stats.text("tf_op"),
+        )
+        for name, sign in _SIGNS.items()
+        for seconds, stats in _noted(space, name, on_gpu)
+    ]
     return sorted(found, key=lambda allocation: allocation.seconds)
+
+
+def fragmentation(space: xplane_pb2.XSpace, *, on_gpu: bool) -> float:
+    """The share of a pool's free bytes that is not in its largest free chunk, at the last
+    allocation of a profile."""
+    *_, (_, stats) = _noted(space, "MemoryAllocation", on_gpu)
+    return stats.share("fragmentation")
 
 
 def stretches(space: xplane_pb2.XSpace, prefix: str) -> list[tuple[str, float, float]]:
@@ -116,6 +115,20 @@ def stretches(space: xplane_pb2.XSpace, prefix: str) -> list[tuple[str, float, f
                     start = _seconds(line, event)
                     found.append((name, start, start + event.duration_ps * 1e-12))
     return found
+
+
+def _noted(space: xplane_pb2.XSpace, event_name: str, on_gpu: bool) -> list[tuple[float, _Stats]]:
+    """When an event of a device's allocator was, and what was noted about it."""
+    found = []
+    for plane in space.planes:
+        for line in plane.lines:
+            for event in line.events:
+                if plane.event_metadata[event.metadata_id].name != event_name:
+                    continue
+                stats = _Stats(plane, event)
+                if stats.text("allocator_name").startswith("GPU") == on_gpu:
+                    found.append((_seconds(line, event), stats))
+    return sorted(found, key=lambda noted: noted[0])
 
 
 def _seconds(line: xplane_pb2.XLine, event: xplane_pb2.XEvent) -> float:
@@ -132,6 +145,9 @@ class _Stats:
     def number(self, name: str) -> int:
         stat = self._stats.get(name)
         return 0 if stat is None else stat.int64_value or stat.uint64_value
+
+    def share(self, name: str) -> float:
+        return self._stats[name].double_value
 
     def text(self, name: str) -> str:
         stat = self._stats.get(name)
