@@ -83,24 +83,22 @@ def profile(run: Callable[[], object], *, device: int = 0) -> xplane_pb2.XSpace:
 
 def allocations(space: xplane_pb2.XSpace, *, on_gpu: bool) -> list[Allocation]:
     """The allocations of a profile, in order."""
-    found = [
+    return [
         Allocation(
             seconds=seconds,
-            requested=sign * stats.number("requested_bytes"),
-            chunk=sign * stats.number("allocation_bytes"),
+            requested=_SIGNS[name] * stats.number("requested_bytes"),
+            chunk=_SIGNS[name] * stats.number("allocation_bytes"),
             address=stats.number("addr"),
             op=stats.text("tf_op"),
         )
-        for name, sign in _SIGNS.items()
-        for seconds, stats in _noted(space, name, on_gpu)
+        for seconds, name, stats in _noted(space, on_gpu)
     ]
-    return sorted(found, key=lambda allocation: allocation.seconds)
 
 
 def fragmentation(space: xplane_pb2.XSpace, *, on_gpu: bool) -> float:
-    """The share of a pool's free bytes that is not in its largest free chunk, at the last
-    allocation of a profile."""
-    *_, (_, stats) = _noted(space, "MemoryAllocation", on_gpu)
+    """The share of a pool's free bytes that is not in its largest free chunk, when the last
+    chunk of a profile was taken or given back."""
+    *_, (_, _, stats) = _noted(space, on_gpu)
     return stats.share("fragmentation")
 
 
@@ -117,17 +115,19 @@ def stretches(space: xplane_pb2.XSpace, prefix: str) -> list[tuple[str, float, f
     return found
 
 
-def _noted(space: xplane_pb2.XSpace, event_name: str, on_gpu: bool) -> list[tuple[float, _Stats]]:
-    """When an event of a device's allocator was, and what was noted about it."""
+def _noted(space: xplane_pb2.XSpace, on_gpu: bool) -> list[tuple[float, str, _Stats]]:
+    """When a device's allocator gave or got back a chunk, which of them, and what was noted
+    about it; in order."""
     found = []
     for plane in space.planes:
         for line in plane.lines:
             for event in line.events:
-                if plane.event_metadata[event.metadata_id].name != event_name:
+                name = plane.event_metadata[event.metadata_id].name
+                if name not in _SIGNS:
                     continue
                 stats = _Stats(plane, event)
                 if stats.text("allocator_name").startswith("GPU") == on_gpu:
-                    found.append((_seconds(line, event), stats))
+                    found.append((_seconds(line, event), name, stats))
     return sorted(found, key=lambda noted: noted[0])
 
 

@@ -153,7 +153,7 @@ def refine(
         once = [index for index in within if not graph.nodes[index].recomputable]
         if len(graph) * (len(moments) + len(floats)) < _FLOATING:
             floats += once
-        floats = [index for index in floats if index not in moments]  # it has its cut
+        floats = [index for index in floats if index not in moments]  # these have cuts
         inner += [index for index in within if index not in floats]
         if not new and not within:  # only the proof is left
             level += 1
