@@ -80,7 +80,7 @@ def pack(
     orders = _orders(sizes, first, last, seed)
     found = [walked(order, 0) for order in orders]
     height, addresses = min(found, key=lambda each: each[0])
-    if height > capacity:
+    if height > capacity >= _held(sizes, first, last).max():  # nothing lies lower than that
         ranked = sorted(range(len(orders)), key=lambda number: found[number][0])
         with ThreadPoolExecutor(available_processors()) as pool:
             for reached, places in pool.map(
@@ -96,10 +96,7 @@ def pack(
 
 def _orders(sizes: np.ndarray, first: np.ndarray, last: np.ndarray, seed: int) -> list[np.ndarray]:
     """Orders to start from; the first one is by size."""
-    held = np.zeros(last.max() + 2)
-    np.add.at(held, first, sizes)
-    np.add.at(held, last + 1, -sizes)
-    held = np.cumsum(held)
+    held = _held(sizes, first, last)
     pressure = np.log([held[start : end + 1].max() for start, end in zip(first, last, strict=True)])
     size, duration = np.log(sizes), np.log(last - first + 1)
     generator = np.random.default_rng(seed)
@@ -110,6 +107,14 @@ def _orders(sizes: np.ndarray, first: np.ndarray, last: np.ndarray, seed: int) -
         rank = size + weights @ np.stack((duration, pressure, noise))
         orders.append(np.argsort(-rank, kind="stable"))
     return orders
+
+
+def _held(sizes: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """Bytes held at each moment."""
+    changes = np.zeros(last.max() + 2, np.int64)
+    np.add.at(changes, first, sizes)
+    np.add.at(changes, last + 1, -sizes)
+    return np.cumsum(changes)
 
 
 @njit(cache=True)

@@ -69,10 +69,10 @@ _UNPLACED_MARGIN = 0.015  # ... and where the allocator chooses the places, ...
 _LEAST_MARGIN = 0.03, 2**19  # ... at least the lower of this share and these bytes
 _SHOWN = 4  # kinds of operations that a summary names
 _ROUNDS = 16  # solves, at most, until the prediction fits ...
-_FEW_ROUNDS = 4  # ... between the leanest plan and those too large
+_FEW_ROUNDS = 3  # ... between the leanest plan and those too large
 _FIRST = 1 / 2  # time limit of the first solve / usual one
-_AGAIN, _BETTER = 1 / 4, 1 / 2  # of those with lower targets / first, of those that better a plan
-_LONGEST = 7.5  # seconds of the first solve
+_AGAIN, _BETTER = 1 / 4, 1 / 3  # of those with lower targets / first, of those that better a plan
+_LONGEST = 5.0  # seconds of the first solve
 _MAX_GAP = 0.002  # points that are not worth more seconds of compiling
 _PATIENCE = 8  # of them with small steps
 _WIDE_GAP = 0.01  # overhead above the bound from which on a plan with lowered target is bettered
@@ -80,9 +80,10 @@ _STEP_UP = 0.005  # share of a budget that was not enough
 # To find the least peak: annealings, changes in each (a node; at most), seconds that it
 # never takes.
 _LEANEST_STARTS, _LEANEST_SECONDS = 8, 600.0
-_LEANEST_MOVES_A_NODE, _LEANEST_MOVES = 500, 1_000_000
+_LEANEST_MOVES_A_NODE, _LEANEST_MOVES = 250, 1_000_000
 _OVERFULL = 1.01  # times the budget: what is taken to be needed when memory runs out
-_LEAST_STEP, _LARGEST_STEP = 0.003, 0.04  # shares by which the target is lowered
+_LEAST_STEP, _LARGEST_STEP = 0.003, 0.03  # shares by which the target is lowered
+_CLOSE = 0.01  # share that targets differ by: nothing is looked for in between
 
 
 @dataclass(frozen=True)
@@ -609,7 +610,9 @@ def _between(
         if result.schedule is None:
             high = target
             continue
-        found = _follow(prepared, result, budget, ceiling, seed + number, bound)
+        found = best  # its places are known
+        if best.needed > ceiling or result.schedule != best.plan.schedule:
+            found = _follow(prepared, result, budget, ceiling, seed + number, bound)
         fits = found.needed <= ceiling
         if fits and (best.needed > ceiling or found.plan.cost < best.plan.cost):
             best = found
@@ -619,7 +622,9 @@ def _between(
             low = target
         else:
             high = min(target, result.peak or target)
-        if best is not planned and high - low < _LEAST_STEP * high:
+        gap = best.plan.gap
+        close = high - low < _CLOSE * high or (gap is not None and gap <= _WIDE_GAP)
+        if best.needed <= ceiling and close:
             break
     return best
 

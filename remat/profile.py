@@ -139,14 +139,14 @@ def measured_pricer(
     path = table_path(device)
     spec = spec_at_hand(device)
     started = time.monotonic()
-    table = _table(path)
+    pricer = Pricer(spec, _table(path))
 
-    def measure(wanted: Iterable[OpSignature], share: float) -> Pricer:
-        nonlocal table
+    def measure(wanted: Iterable[OpSignature], share: float) -> None:
+        nonlocal pricer
         measurement = measure_operations(
             wanted,
             device=device,
-            known=table,
+            known=pricer.table,
             path=path,
             share=share,
             progress=progress,
@@ -155,24 +155,24 @@ def measured_pricer(
         if measurement.interrupted:
             raise KeyboardInterrupt
         if measurement.rows:
-            table = load_table(path)
-        return Pricer(spec, table)
+            pricer = Pricer(spec, load_table(path))
 
     # Seconds can be told from other rows; scratch memory cannot, and a step that takes
     # more than was known does not fit.  So first the largest of each type that has no
     # row yet, which says whether the type takes any, then all others of such types.
-    known = {row.signature.op for row in table.rows}
+    known = {row.signature.op for row in pricer.table.rows}
     largest: dict[str, OpSignature] = {}
     for signature in sorted(set(signatures), key=lambda s: s.input_bytes + s.output_bytes):
         if signature.op not in known:
             largest[signature.op] = signature
-    pricer = measure(largest.values(), share=1.0)
+    measure(largest.values(), share=1.0)
     prices = {signature: pricer.price(signature) for signature in set(signatures)}
     measure(
         [s for s, price in prices.items() if price.workspace and price.kind != "measured"],
         share=1.0,
     )
-    return measure(signatures, share=0.98)
+    measure(signatures, share=0.98)
+    return pricer
 
 
 def spec_at_hand(device: str | None = None) -> DeviceSpec:
