@@ -72,7 +72,7 @@ _ROUNDS = 16  # solves, at most, until the prediction fits ...
 _FEW_ROUNDS = 3  # ... between the leanest plan and those too large
 _FIRST = 1 / 2  # time limit of the first solve / usual one
 _AGAIN, _BETTER = 1 / 4, 1 / 3  # of those with lower targets / first, of those that better a plan
-_LONGEST = 5.0  # seconds of the first solve
+_LONGEST, _LONGEST_A_NODE = 5.0, 0.0035  # seconds of the first solve: the larger of these
 _MAX_GAP = 0.002  # points that are not worth more seconds of compiling
 _PATIENCE = 8  # of them with small steps
 _WIDE_GAP = 0.01  # overhead above the bound from which on a plan with lowered target is bettered
@@ -371,8 +371,9 @@ def make_plan(
         then be divided (an estimate, if the search was interrupted).
     """
     if time_limit is None:
-        usual = _FIRST * default_time_limit(prepared.extraction.graph)
-        time_limit = min(_LONGEST, usual)
+        graph = prepared.extraction.graph
+        usual = _FIRST * default_time_limit(graph)
+        time_limit = min(usual, max(_LONGEST, _LONGEST_A_NODE * len(graph)))
         ready()  # what is compiled once must not cost this plan its time
     if ceiling is None:
         ceiling = budget - _margin(budget, prepared.pool, prepared.program)
