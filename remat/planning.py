@@ -592,7 +592,8 @@ def _between(
 ) -> Planned:
     """Looks for a cheaper plan than one, or for any where that does not fit: by bisection
     between the peak of its schedule (which may be far below its target) and ``high``, for
-    which plans were too large.  The other arguments are those of ``make_plan``."""
+    which plans were too large, until it is close to that or to the bound.  The other
+    arguments are those of ``make_plan``."""
     best = planned
     low = simulate_schedule(prepared.extraction.graph, planned.plan.schedule).peak
     for number in range(_FEW_ROUNDS):
