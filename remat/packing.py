@@ -77,10 +77,11 @@ def pack(
         addresses, height = _walk(order, sizes, first, last, fixed, capacity, moves, _WORK, seed)
         return int(height), addresses
 
-    orders = _orders(sizes, first, last, seed)
+    held = _held(sizes, first, last)
+    orders = _orders(sizes, first, last, held, seed)
     found = [walked(order, 0) for order in orders]
     height, addresses = min(found, key=lambda each: each[0])
-    if height > capacity >= _held(sizes, first, last).max():  # nothing lies lower than that
+    if height > capacity >= held.max():  # nothing lies lower than that
         ranked = sorted(range(len(orders)), key=lambda number: found[number][0])
         with ThreadPoolExecutor(available_processors()) as pool:
             for reached, places in pool.map(
@@ -94,9 +95,10 @@ def pack(
     return addresses.tolist(), height
 
 
-def _orders(sizes: np.ndarray, first: np.ndarray, last: np.ndarray, seed: int) -> list[np.ndarray]:
+def _orders(
+    sizes: np.ndarray, first: np.ndarray, last: np.ndarray, held: np.ndarray, seed: int
+) -> list[np.ndarray]:
     """Orders to start from; the first one is by size."""
-    held = _held(sizes, first, last)
     pressure = np.log([held[start : end + 1].max() for start, end in zip(first, last, strict=True)])
     size, duration = np.log(sizes), np.log(last - first + 1)
     generator = np.random.default_rng(seed)
