@@ -38,7 +38,7 @@ from .process import Task, serve, start
 _HOPELESS = 1 << 20  # bytes; a budget that nothing fits
 _WARM_UP = 3  # steps that are not timed
 _LEAST_TURNS, _MOST_TURNS = 9, 41  # of a plain and a lowered step, ...
-_TURNS_SECONDS = 100.0  # ... no more than the least after so long
+_TURNS_SECONDS = 80.0  # ... no more than the least after so long
 _SEARCHES, _SEARCH_STEP = 3, 1.05  # budgets tried above an infeasible one, and by what factor
 _RECORDED = 3  # steps
 _PLAIN_AGAIN = 3  # plain trainings compared with the first

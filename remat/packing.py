@@ -32,6 +32,7 @@ _WORK = 100_000_000  # ... and comparisons of two blocks in them: half a second
 _COOLING = 0.003  # share of the capacity by which a worse order is readily accepted
 _PATIENCE = 200  # moves without a better order until the walk goes back to the best
 _ALWAYS = 1 << 60  # a moment that never comes
+_TRIALS = 2000  # places tried for the blocks of a moment, to prove it crowded
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,11 @@ def pack(
         return int(height), addresses
 
     held = _held(sizes, first, last)
+    hopeless = held.max() > capacity or bool(crowded(blocks, capacity, walls))
     orders = _orders(sizes, first, last, held, seed)
     found = [walked(order, 0) for order in orders]
     height, addresses = min(found, key=lambda each: each[0])
-    if height > capacity >= held.max():  # nothing lies lower than that
+    if height > capacity and not hopeless:
         ranked = sorted(range(len(orders)), key=lambda number: found[number][0])
         with ThreadPoolExecutor(available_processors()) as pool:
             for reached, places in pool.map(
@@ -93,6 +95,64 @@ def pack(
                     pool.shutdown(wait=False, cancel_futures=True)
                     break
     return addresses.tolist(), height
+
+
+def crowded(
+    blocks: Blocks, capacity: int, walls: Sequence[tuple[int, int]] = (), *, most: int = 64
+) -> dict[int, tuple[int, ...]]:
+    """Moments at which not even what is held just then fits between the walls.
+
+    Three blocks of 6 bytes do not fit into rooms of 11 and 7 bytes, though these are
+    18.  What is found is proven; what takes too many trials to prove is left out.
+
+    Args:
+      blocks, capacity, walls: as ``pack`` takes them.
+      most: blocks of a moment that are looked at, the largest.
+
+    Returns:
+      For each such moment, the largest blocks held, as many of them as are too many.
+    """
+    sizes, first, last = (
+        np.array(values, np.int64) for values in (blocks.sizes, blocks.first, blocks.last)
+    )
+    rooms, start = [], 0
+    for address, count in [*sorted(walls), (capacity, 0)]:
+        rooms.append(min(address, capacity) - start)
+        start = address + count
+    held = _held(sizes, first, last)
+    found = {}
+    for moment in np.unique(first).tolist():
+        if held[moment] > max(rooms):
+            here = np.flatnonzero((first <= moment) & (moment <= last))
+            largest = here[np.argsort(-sizes[here], kind="stable")][:most].tolist()
+            count = _too_many([int(sizes[block]) for block in largest], rooms)
+            if count:
+                found[moment] = tuple(largest[:count])
+    return found
+
+
+def _too_many(sizes: Sequence[int], rooms: Sequence[int]) -> int:
+    """How many of the blocks, beginning with the first, are too many for the rooms; 0 if all
+    fit, or if that takes too many trials to tell.  Depth first; the tightest room first."""
+    left = list(rooms)
+    trials = deepest = 0
+
+    def fit(number: int) -> bool:
+        nonlocal trials, deepest
+        trials += 1
+        if number == len(sizes) or trials > _TRIALS:
+            return True
+        deepest = max(deepest, number)
+        for room in sorted(set(left)):
+            if room >= sizes[number]:
+                place = left.index(room)
+                left[place] -= sizes[number]
+                if fit(number + 1):
+                    return True
+                left[place] = room
+        return False
+
+    return 0 if fit(0) else deepest + 1
 
 
 def _orders(

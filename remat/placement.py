@@ -21,16 +21,17 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
 from .arena import GRAIN, Arena, Chunk, OutOfMemoryError, Pool, aligned, is_split
 from .memory import Filler, Fillers, Requests
-from .packing import Blocks, pack
+from .packing import Blocks, crowded, pack
 
 _SMALLEST_HOLE = 1 << 20  # bytes; large tensors are placed in what is larger
+_FEW = 5  # large requests: more of them fit once there are a few less
 _TRIES = 16  # corrections, at most, until an event's allocations go where they should
 
 
@@ -43,12 +44,15 @@ class Placement:
       height: bytes that the packing takes.
       capacity: bytes that there are for it.
       astray: requests that are in the way of others nevertheless.
+      crowds: if the packing is too high, events at which a few large requests do not
+        even fit by themselves, and the bytes of these.
     """
 
     fillers: Fillers
     height: int
     capacity: int
     astray: int = 0
+    crowds: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,12 @@ def place(requests: Requests, pool: Pool, ceiling: int, *, seed: int = 0) -> Pla
     )
     starts, height = pack(blocks, max(capacity, GRAIN), walls, seed=seed)
     if height > capacity:
-        return Placement({}, height, capacity)
+        numbers = list(rooms)
+        crowds = {
+            event: sum(requests.sizes[numbers[block]] for block in too_many)
+            for event, too_many in crowded(blocks, capacity, walls, most=_FEW).items()
+        }
+        return Placement({}, height, capacity, crowds=crowds)
     cells = {}
     for (number, room), start in zip(rooms.items(), starts, strict=True):
         area = next(area for area in reversed(areas) if area.start <= start)

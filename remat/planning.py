@@ -72,9 +72,11 @@ _ROUNDS = 16  # solves, at most, until the prediction fits ...
 _FEW_ROUNDS = 3  # ... between the leanest plan and those too large
 _FIRST = 1 / 2  # time limit of the first solve / usual one
 _AGAIN, _BETTER = 1 / 4, 1 / 3  # of those with lower targets / first, of those that better a plan
+_SHORTEST = 1.2  # seconds of any solve but the first, if nobody says how long they may take
 _LONGEST, _LONGEST_A_NODE = 5.0, 0.0035  # seconds of the first solve: the larger of these
 _MAX_GAP = 0.002  # points that are not worth more seconds of compiling
 _PATIENCE = 8  # of them with small steps
+_SPREADS = 6  # solves with lower caps, at most
 _WIDE_GAP = 0.01  # overhead above the bound from which on a plan with lowered target is bettered
 _STEP_UP = 0.005  # share of a budget that was not enough
 # To find the least peak: annealings, changes in each (a node; at most), seconds that it
@@ -166,6 +168,8 @@ class Planned:
       fillers: what is allocated between them so that they lie where they should.
       target: bytes that the solver was given.
       needed: predicted bytes that must be within the budget.
+      crowds: nodes that run while a few large tensors are held that do not fit into the
+        pieces that memory is in; and the bytes of these.
     """
 
     plan: StepPlan
@@ -173,6 +177,7 @@ class Planned:
     fillers: Fillers
     target: int
     needed: int
+    crowds: Mapping[int, int] = field(default_factory=dict)
 
 
 def read(
@@ -370,10 +375,13 @@ def make_plan(
         the schedule of least peak was given a place, in the pool as it would
         then be divided (an estimate, if the search was interrupted).
     """
-    if time_limit is None:
+    if time_limit is not None:
+        seconds = _Seconds.of(time_limit)
+    else:
         graph = prepared.extraction.graph
         usual = _FIRST * default_time_limit(graph)
-        time_limit = min(usual, max(_LONGEST, _LONGEST_A_NODE * len(graph)))
+        longest = max(_LONGEST, _LONGEST_A_NODE * len(graph))
+        seconds = _Seconds.of(min(usual, longest), _SHORTEST)
         ready()  # what is compiled once must not cost this plan its time
     if ceiling is None:
         ceiling = budget - _margin(budget, prepared.pool, prepared.program)
@@ -385,7 +393,7 @@ def make_plan(
             ceiling,
             target,
             solver=solver,
-            time_limit=time_limit,
+            seconds=seconds,
             seed=seed,
             progress=progress,
             start=start,
@@ -410,7 +418,7 @@ def make_plan(
             budget,
             ceiling,
             solver=solver,
-            time_limit=time_limit,
+            seconds=seconds,
             seed=seed,
             bound=failed.bound,
             progress=progress,
@@ -432,6 +440,21 @@ class _NoPlanError(Exception):
         self.bound = bound
         self.target = target
         self.interrupted = interrupted
+
+
+@dataclass(frozen=True)
+class _Seconds:
+    """Time limits: of the first solve, of those with lower targets, of those that better a
+    plan."""
+
+    first: float
+    lower: float
+    better: float
+
+    @staticmethod
+    def of(first: float, shortest: float = 0.0) -> _Seconds:
+        """The limits that go with that of the first solve."""
+        return _Seconds(first, max(shortest, _AGAIN * first), max(shortest, _BETTER * first))
 
 
 @dataclass(frozen=True)
@@ -585,7 +608,7 @@ def _between(
     ceiling: int,
     *,
     solver: str | Method,
-    time_limit: float,
+    seconds: _Seconds,
     seed: int,
     bound: float | None,
     progress: Callable[[Result], None] | None,
@@ -603,7 +626,7 @@ def _between(
             prepared.extraction.graph,
             target,
             solver=solver,
-            time_limit=_BETTER * time_limit,
+            time_limit=seconds.better,
             max_gap=_MAX_GAP,
             seed=seed + number,
             start=best.plan.schedule,
@@ -631,6 +654,61 @@ def _between(
     return best
 
 
+def _spread(
+    prepared: Prepared,
+    planned: Planned,
+    target: int,
+    caps: Mapping[int, int],
+    budget: int,
+    ceiling: int,
+    *,
+    solver: str | Method,
+    seconds: _Seconds,
+    seed: int,
+    bound: float | None,
+    progress: Callable[[Result], None] | None,
+) -> tuple[Planned, bool]:
+    """Looks for a cheaper plan than one, or for any where that does not fit, for a higher
+    target: where a few large tensors that memory has no room for at once are what was in
+    the way of plans for it.
+
+    Args:
+      target: bytes that the solver is given.
+      caps: of the nodes that such tensors crowd; see ``_capped``.
+      prepared, planned, budget, ceiling, solver, seconds, seed, bound, progress: as
+        ``_between`` takes them.
+
+    Returns:
+      What it found, or else ``planned``; and whether the search is over: it found
+      something, or was interrupted.
+    """
+    for number in range(_SPREADS if caps else 0):
+        result = solve(
+            _capped(prepared.extraction.graph, caps, target),
+            target,
+            solver=solver,
+            time_limit=seconds.better,
+            max_gap=_MAX_GAP,
+            seed=seed + number,
+            start=planned.plan.schedule,
+            progress=progress,
+        )
+        interrupted = result.status is Status.INTERRUPTED
+        dear = planned.needed <= ceiling and (result.cost or 0.0) >= planned.plan.cost
+        if result.schedule is None or dear:
+            return planned, interrupted
+        found = _follow(prepared, result, budget, ceiling, seed + number, bound)
+        if found.needed <= ceiling:
+            return found, True
+        if interrupted:
+            return planned, True
+        tighter = _tighter(caps, found.crowds)
+        if tighter == caps:
+            target = int(target * (1 - _LEAST_STEP))
+        caps = tighter
+    return planned, False
+
+
 def _search(
     prepared: Prepared,
     budget: int,
@@ -638,7 +716,7 @@ def _search(
     target: int,
     *,
     solver: str | Method,
-    time_limit: float,
+    seconds: _Seconds,
     seed: int,
     progress: Callable[[Result], None] | None,
     start: Sequence[int] | None = None,
@@ -646,8 +724,7 @@ def _search(
     """Solves for a target, and then for lower and lower ones, at most ``_ROUNDS`` times,
     until the prediction fits; the other arguments are those of ``make_plan``.
 
-    A plan that fits, but is far from the bound, is bettered between the peak of its
-    schedule and the lowest target whose plan did not fit.
+    A plan that fits, but is far from the bound, is bettered: see ``_spread`` and ``_between``.
 
     Raises:
       _NoPlanError: if it never does.
@@ -657,12 +734,14 @@ def _search(
     bound: float | None = None  # of the first target
     needed = []  # by the plans that did not fit
     used = target  # by the latest of their schedules
+    caps: Mapping[int, int] = {}
+    first = target
     for number in range(_ROUNDS):
         result = solve(
             graph,
             target,
             solver=solver,
-            time_limit=time_limit if number == 0 else _AGAIN * time_limit,
+            time_limit=seconds.first if number == 0 else seconds.lower,
             max_gap=_MAX_GAP,
             seed=seed + number,
             start=start,
@@ -684,26 +763,55 @@ def _search(
             gap = planned.plan.gap
             if number == 0 or gap is None or gap <= _WIDE_GAP:
                 return planned
-            return _between(
-                prepared,
-                planned,
-                used,
-                budget,
-                ceiling,
-                solver=solver,
-                time_limit=time_limit,
-                seed=seed + number + 1,
-                bound=bound,
-                progress=progress,
-            )
+            break
         needed.append(planned.needed)
+        caps = _tighter(caps, planned.crowds)
         # How well tensors can be packed differs from one schedule to the next,
         # and less memory in use leaves more ways to pack it: aim a little lower.
         step = min(_LARGEST_STEP, max(_LEAST_STEP, planned.needed / ceiling - 1))
         step = step if number < _PATIENCE else _LARGEST_STEP
         used = min(target, result.peak or target)
         target = int(used * (1 - step))
-    raise _NoPlanError(min(needed) + budget - ceiling, bound, used)
+    assert planned is not None
+    better: dict[str, Any] = {
+        "solver": solver,
+        "seconds": seconds,
+        "seed": seed + number + 1,
+        "bound": bound,
+        "progress": progress,
+    }
+    planned, over = _spread(prepared, planned, first, caps, budget, ceiling, **better)
+    if planned.needed > ceiling:
+        raise _NoPlanError(min(needed) + budget - ceiling, bound, used, interrupted=over)
+    return planned if over else _between(prepared, planned, used, budget, ceiling, **better)
+
+
+def _tighter(caps: Mapping[int, int], crowds: Mapping[int, int]) -> dict[int, int]:
+    """The lower of two caps, where there are two."""
+    both = caps.keys() & crowds.keys()
+    return {**caps, **crowds, **{node: min(caps[node], crowds[node]) for node in both}}
+
+
+def _capped(graph: Graph, caps: Mapping[int, int], target: int) -> Graph:
+    """The graph, in which less than its cap is held while a node runs that has one.
+
+    Where large tensors do not fit into the pieces that memory is in, a lower target
+    would be lower everywhere; more workspace makes it so for the node alone.  A cap
+    that the node itself is above is none.
+
+    Args:
+      graph: the graph.
+      caps: bytes, nothing resident included, by node.
+      target: bytes that the peak may reach.
+    """
+    nodes = list(graph.nodes)
+    for index, cap in caps.items():
+        node, inputs = nodes[index], graph.predecessors[index]
+        alone = node.bytes + node.workspace + sum(nodes[source].bytes for source in inputs)
+        more = target + 1 - graph.resident - cap
+        if more > 0 and alone < cap:
+            nodes[index] = replace(node, workspace=node.workspace + more)
+    return replace(graph, nodes=tuple(nodes))
 
 
 def _margin(budget: int, pool: Pool, program: Program) -> int:
@@ -779,7 +887,7 @@ def _carry_out(prepared: Prepared, plan: Plan, target: int, ceiling: int, seed: 
     """Expands a plan's schedule, finds a place for everything, and predicts the peak."""
     events = expand(prepared.extraction, plan.schedule)
     asked = requests(prepared.program, events, prepared.prices.workspace)
-    fillers, usage, needed = _place(asked, prepared.pool, plan.budget, ceiling, seed)
+    fillers, usage, needed, crowds = _place(asked, prepared.pool, plan.budget, ceiling, seed)
     details = {
         "step": prepared.fingerprint,
         "requested_peak": usage.requested_peak,
@@ -795,16 +903,32 @@ def _carry_out(prepared: Prepared, plan: Plan, target: int, ceiling: int, seed: 
     stated = StepPlan(
         **{**known, "peak": usage.peak, "details": details}, extracted=prepared.extraction.graph
     )
-    return Planned(stated, events, fillers, target, needed)
+    crowded = _by_node(prepared.extraction, events, crowds)
+    return Planned(stated, events, fillers, target, needed, crowded)
+
+
+def _by_node(
+    extraction: Extraction, events: Sequence[Event], crowds: Mapping[int, int]
+) -> dict[int, int]:
+    """What is known of events, of their nodes; of small operations, of the node before."""
+    node_of = {op: node for node, ops in enumerate(extraction.groups) for op in ops}
+    found: dict[int, int] = {}
+    for event, count in crowds.items():
+        before = (node_of[each.op] for each in reversed(events[: event + 1]) if each.op in node_of)
+        node = next(before, None)
+        if node is not None:
+            found[node] = min(count, found.get(node, count))
+    return found
 
 
 def _place(
     asked: Requests, pool: Pool, budget: int, ceiling: int, seed: int
-) -> tuple[Fillers, Usage, int]:
+) -> tuple[Fillers, Usage, int, Mapping[int, int]]:
     """Trusts the allocator to find a place for everything, or finds them.
 
     Returns:
-      Fillers, what the events take, and how much of that must be below the ceiling.
+      Fillers, what the events take, how much of that must be below the ceiling, and
+      events that are too crowded for it (see ``Placement``).
     """
     usage: Usage | None
     try:
@@ -814,25 +938,26 @@ def _place(
     if usage is not None and pool.quiet and not usage.settled:
         usage = None  # the next step would not find the same memory
     if usage is not None and usage.peak <= ceiling:
-        return {}, usage, usage.peak
+        return {}, usage, usage.peak, {}
     over = 0
+    crowds: Mapping[int, int] = {}
     if pool.layout is not None and pool.quiet:
         try:
             placement = place(asked, pool, ceiling, seed=seed)
-            over = placement.height - placement.capacity
+            over, crowds = placement.height - placement.capacity, placement.crowds
             if over <= 0:
                 placed = simulate(asked, pool, placement.fillers)
                 # Fillers too are within the budget, if not below the ceiling.
                 if placed.peak <= budget:
-                    return placement.fillers, placed, ceiling
+                    return placement.fillers, placed, ceiling, {}
         except OutOfMemoryError:
             over = 1  # something is astray
     if usage is not None:
-        return {}, usage, usage.peak
+        return {}, usage, usage.peak, crowds
     # Neither way there is enough: what lacks is known if the places were counted.
     usage = simulate(asked, replace(pool, limit=None, layout=None, quiet=False))
     lacking = over if over > 0 else max(usage.peak - ceiling, int(ceiling * (_OVERFULL - 1)))
-    return {}, usage, ceiling + lacking
+    return {}, usage, ceiling + lacking, crowds
 
 
 def _run_once(program: Program, threshold: int) -> dict[str, tuple[int, int]]:

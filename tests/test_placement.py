@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from remat.arena import GRAIN, Layout, OutOfMemoryError, Pool
 from remat.memory import Requests, simulate
-from remat.packing import Blocks, pack
+from remat.packing import Blocks, crowded, pack
 from remat.placement import place
 
 MIB = 1 << 20
@@ -57,6 +57,25 @@ def test_packed_blocks_do_not_overlap(blocks: Blocks, wall: int) -> None:
 
 def test_packing_nothing_takes_nothing() -> None:
     assert pack(Blocks([], [], []), 100) == ([], 0)
+
+
+def test_blocks_that_are_too_many_for_the_pieces_are_named() -> None:
+    blocks = Blocks([6, 6, 6, 3, 1], [0, 1, 2, 2, 4], [2, 2, 2, 3, 4])
+    assert crowded(blocks, 19, [(11, 1)]) == {2: (0, 1, 2)}  # rooms of 11 and 7
+    assert crowded(blocks, 21) == {}
+    assert crowded(blocks, 22, [(12, 1)]) == {}
+    assert crowded(blocks, 19, [(11, 1)], most=2) == {}
+
+
+@settings(max_examples=40, deadline=None)
+@given(some_blocks(), st.integers(0, 60), st.floats(0.8, 1.2))
+def test_crowded_moments_fit_in_no_packing(blocks: Blocks, wall: int, room: float) -> None:
+    capacity = int(room * most_held(blocks))
+    found = crowded(blocks, capacity, [(wall, 5)])
+    _, height = pack(blocks, capacity, [(wall, 5)])
+    assert height > capacity or not found
+    for moment, numbers in found.items():
+        assert all(blocks.first[number] <= moment <= blocks.last[number] for number in numbers)
 
 
 def a_step(seed: int, events: int = 300) -> Requests:
@@ -121,6 +140,52 @@ def test_results_must_return_to_their_slots(batch: tuple[int, ...]) -> None:
     assert simulate(after, pool).settled
     placement = place(beside, pool, layout.slots_end + area)
     assert simulate(beside, pool, placement.fillers).settled
+
+
+def test_where_only_a_few_large_tensors_lack_room_little_is_recomputed() -> None:
+    """Of the three largest tensors memory, in pieces, has room for two at once: that has a
+    price where the third is needed, and nowhere else."""
+    found = run(
+        """
+from dataclasses import replace
+from remat.arena import GRAIN, Layout
+from remat.planning import make_plan, pool_of, prepare, read
+
+inputs = x = keras.Input((64, 64, 3))
+for count, width in ((2, 32), (4, 48), (6, 64)):
+    for _ in range(count):
+        x = keras.layers.Conv2D(width, 3, padding="same", activation="relu")(x)
+    x = keras.layers.MaxPooling2D()(x)
+model = keras.Model(inputs, keras.layers.Dense(10)(keras.layers.GlobalAveragePooling2D()(x)))
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+optimizer = keras.optimizers.SGD()
+optimizer.build(model.trainable_variables)
+
+def step(x, y):
+    with tf.GradientTape() as tape:
+        value = loss(y, model(x, training=True))
+    weights = model.trainable_variables
+    optimizer.apply_gradients(zip(tape.gradient(value, weights), weights))
+    return value
+
+traced, program = read(step, [tf.TensorSpec((32, 64, 64, 3)), tf.TensorSpec((32,), tf.int32)])
+pool = pool_of(program)
+largest = 32 * 64 * 64 * 32 * 4
+piece = 95 * largest // 100 // GRAIN * GRAIN
+layout = Layout(sum(pool.held), (piece, piece), pool.slots, 3 * piece)
+ceiling = layout.in_use + 2 * piece + layout.slots_end + layout.area
+prepared = prepare(
+    traced, program, replace(pool, layout=layout, quiet=True), profile="h200"
+)
+planned = make_plan(prepared, ceiling + (1 << 20), ceiling=ceiling)
+answer(plain=prepared.plain.peak, ceiling=ceiling, needed=planned.needed,
+       overhead=planned.plan.overhead)
+""",
+        COUNTED,
+    )
+    assert found["plain"] < found["ceiling"]  # in one piece there would be room
+    assert found["needed"] <= found["ceiling"]
+    assert 0 < found["overhead"] < 0.035
 
 
 BODY = """
