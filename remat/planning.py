@@ -385,19 +385,9 @@ def make_plan(
         ready()  # what is compiled once must not cost this plan its time
     if ceiling is None:
         ceiling = budget - _margin(budget, prepared.pool, prepared.program)
-    target = max(1, ceiling - _idle(prepared.pool))
+    job = _Job(prepared, budget, ceiling, solver, seconds, progress)
     try:
-        return _search(
-            prepared,
-            budget,
-            ceiling,
-            target,
-            solver=solver,
-            seconds=seconds,
-            seed=seed,
-            progress=progress,
-            start=start,
-        )
+        return _search(job, max(1, ceiling - _idle(prepared.pool)), seed, start)
     except _NoPlanError as problem:
         failed = problem
     if failed.interrupted:
@@ -411,19 +401,8 @@ def make_plan(
     assert leanest.result.peak is not None
     # Where it does not fit, a schedule of a higher peak may be easier to find places for.
     if leanest.fits or leanest.result.peak < failed.target:
-        planned = _between(
-            prepared,
-            planned,
-            failed.target,
-            budget,
-            ceiling,
-            solver=solver,
-            seconds=seconds,
-            seed=seed,
-            bound=failed.bound,
-            progress=progress,
-        )
-    if planned.needed > ceiling:
+        planned = _between(job, planned, failed.target, seed, failed.bound)
+    if not job.fits(planned):
         raise refusal(prepared, leanest, budget, seed)
     return planned
 
@@ -455,6 +434,41 @@ class _Seconds:
     def of(first: float, shortest: float = 0.0) -> _Seconds:
         """The limits that go with that of the first solve."""
         return _Seconds(first, max(shortest, _AGAIN * first), max(shortest, _BETTER * first))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is to be planned, and how long solves may take; see ``make_plan``."""
+
+    prepared: Prepared
+    budget: int
+    ceiling: int
+    solver: str | Method
+    seconds: _Seconds
+    progress: Callable[[Result], None] | None
+
+    def solve(
+        self, graph: Graph, target: int, seconds: float, seed: int, start: Sequence[int] | None
+    ) -> Result:
+        """A schedule of the step's graph, or of that with more workspace."""
+        return solve(
+            graph,
+            target,
+            solver=self.solver,
+            time_limit=seconds,
+            max_gap=_MAX_GAP,
+            seed=seed,
+            start=start,
+            progress=self.progress,
+        )
+
+    def follow(self, result: Result, seed: int, bound: float | None) -> Planned:
+        """What a schedule takes, whether or not it is within the budget."""
+        return _follow(self.prepared, result, self.budget, self.ceiling, seed, bound)
+
+    def fits(self, planned: Planned) -> bool:
+        """Whether a plan is within the budget."""
+        return planned.needed <= self.ceiling
 
 
 @dataclass(frozen=True)
@@ -600,46 +614,33 @@ def _limited(pool: Pool, budget: int) -> Pool:
     return replace(pool, layout=layout, quiet=quiet)
 
 
-def _between(
-    prepared: Prepared,
-    planned: Planned,
-    high: int,
-    budget: int,
-    ceiling: int,
-    *,
-    solver: str | Method,
-    seconds: _Seconds,
-    seed: int,
-    bound: float | None,
-    progress: Callable[[Result], None] | None,
-) -> Planned:
+def _between(job: _Job, planned: Planned, high: int, seed: int, bound: float | None) -> Planned:
     """Looks for a cheaper plan than one, or for any where that does not fit: by bisection
     between the peak of its schedule (which may be far below its target) and ``high``, for
-    which plans were too large, until it is close to that or to the bound.  The other
-    arguments are those of ``make_plan``."""
+    which plans were too large, until it is close to that or to the bound.
+
+    Args:
+      job: what is planned.
+      planned: the plan.
+      high: bytes.
+      seed: of every random choice.
+      bound: the least seconds within the budget, if known.
+    """
+    graph = job.prepared.extraction.graph
     best = planned
-    low = simulate_schedule(prepared.extraction.graph, planned.plan.schedule).peak
+    low = simulate_schedule(graph, planned.plan.schedule).peak
     for number in range(_FEW_ROUNDS):
         last = number == _FEW_ROUNDS - 1
         target = low if last and best is planned else max(low, (low + high) // 2)
-        result = solve(
-            prepared.extraction.graph,
-            target,
-            solver=solver,
-            time_limit=seconds.better,
-            max_gap=_MAX_GAP,
-            seed=seed + number,
-            start=best.plan.schedule,
-            progress=progress,
-        )
+        result = job.solve(graph, target, job.seconds.better, seed + number, best.plan.schedule)
         if result.schedule is None:
             high = target
             continue
         found = best  # its places are known
-        if best.needed > ceiling or result.schedule != best.plan.schedule:
-            found = _follow(prepared, result, budget, ceiling, seed + number, bound)
-        fits = found.needed <= ceiling
-        if fits and (best.needed > ceiling or found.plan.cost < best.plan.cost):
+        if not job.fits(best) or result.schedule != best.plan.schedule:
+            found = job.follow(result, seed + number, bound)
+        fits = job.fits(found)
+        if fits and (not job.fits(best) or found.plan.cost < best.plan.cost):
             best = found
         if result.status is Status.INTERRUPTED:
             break
@@ -649,24 +650,18 @@ def _between(
             high = min(target, result.peak or target)
         gap = best.plan.gap
         close = high - low < _CLOSE * high or (gap is not None and gap <= _WIDE_GAP)
-        if best.needed <= ceiling and close:
+        if job.fits(best) and close:
             break
     return best
 
 
 def _spread(
-    prepared: Prepared,
+    job: _Job,
     planned: Planned,
     target: int,
     caps: Mapping[int, int],
-    budget: int,
-    ceiling: int,
-    *,
-    solver: str | Method,
-    seconds: _Seconds,
     seed: int,
     bound: float | None,
-    progress: Callable[[Result], None] | None,
 ) -> tuple[Planned, bool]:
     """Looks for a cheaper plan than one, or for any where that does not fit, for a higher
     target: where a few large tensors that memory has no room for at once are what was in
@@ -675,30 +670,27 @@ def _spread(
     Args:
       target: bytes that the solver is given.
       caps: of the nodes that such tensors crowd; see ``_capped``.
-      prepared, planned, budget, ceiling, solver, seconds, seed, bound, progress: as
-        ``_between`` takes them.
+      job, planned, seed, bound: as ``_between`` takes them.
 
     Returns:
       What it found, or else ``planned``; and whether the search is over: it found
       something, or was interrupted.
     """
+    graph = job.prepared.extraction.graph
     for number in range(_SPREADS if caps else 0):
-        result = solve(
-            _capped(prepared.extraction.graph, caps, target),
+        result = job.solve(
+            _capped(graph, caps, target),
             target,
-            solver=solver,
-            time_limit=seconds.better,
-            max_gap=_MAX_GAP,
-            seed=seed + number,
-            start=planned.plan.schedule,
-            progress=progress,
+            job.seconds.better,
+            seed + number,
+            planned.plan.schedule,
         )
         interrupted = result.status is Status.INTERRUPTED
-        dear = planned.needed <= ceiling and (result.cost or 0.0) >= planned.plan.cost
+        dear = job.fits(planned) and (result.cost or 0.0) >= planned.plan.cost
         if result.schedule is None or dear:
             return planned, interrupted
-        found = _follow(prepared, result, budget, ceiling, seed + number, bound)
-        if found.needed <= ceiling:
+        found = job.follow(result, seed + number, bound)
+        if job.fits(found):
             return found, True
         if interrupted:
             return planned, True
@@ -709,57 +701,37 @@ def _spread(
     return planned, False
 
 
-def _search(
-    prepared: Prepared,
-    budget: int,
-    ceiling: int,
-    target: int,
-    *,
-    solver: str | Method,
-    seconds: _Seconds,
-    seed: int,
-    progress: Callable[[Result], None] | None,
-    start: Sequence[int] | None = None,
-) -> Planned:
+def _search(job: _Job, target: int, seed: int, start: Sequence[int] | None = None) -> Planned:
     """Solves for a target, and then for lower and lower ones, at most ``_ROUNDS`` times,
-    until the prediction fits; the other arguments are those of ``make_plan``.
+    until the prediction fits; the arguments are those of ``make_plan``.
 
     A plan that fits, but is far from the bound, is bettered: see ``_spread`` and ``_between``.
 
     Raises:
       _NoPlanError: if it never does.
     """
-    graph = prepared.extraction.graph
+    graph, seconds = job.prepared.extraction.graph, job.seconds
     planned = None
     bound: float | None = None  # of the first target
     needed = []  # by the plans that did not fit
-    used = target  # by the latest of their schedules
+    first = used = target  # used by the latest of their schedules
     caps: Mapping[int, int] = {}
-    first = target
     for number in range(_ROUNDS):
-        result = solve(
-            graph,
-            target,
-            solver=solver,
-            time_limit=seconds.first if number == 0 else seconds.lower,
-            max_gap=_MAX_GAP,
-            seed=seed + number,
-            start=start,
-            progress=progress,
+        result = job.solve(
+            graph, target, seconds.lower if number else seconds.first, seed + number, start
         )
         bound = result.lower_bound if bound is None else bound
         if result.schedule is None:
             if planned is None:
                 interrupted = result.status is Status.INTERRUPTED
-                estimate = result.least_budget + budget - target
+                estimate = result.least_budget + job.budget - target
                 raise _NoPlanError(estimate, bound, target, interrupted=interrupted)
             break
         start = result.schedule
-        planned = _follow(prepared, result, budget, ceiling, seed + number, bound)
-        fits = planned.needed <= ceiling
+        planned = job.follow(result, seed + number, bound)
         if result.status is Status.INTERRUPTED:
             return planned
-        if fits:
+        if job.fits(planned):
             gap = planned.plan.gap
             if number == 0 or gap is None or gap <= _WIDE_GAP:
                 return planned
@@ -768,22 +740,16 @@ def _search(
         caps = _tighter(caps, planned.crowds)
         # How well tensors can be packed differs from one schedule to the next,
         # and less memory in use leaves more ways to pack it: aim a little lower.
-        step = min(_LARGEST_STEP, max(_LEAST_STEP, planned.needed / ceiling - 1))
+        step = min(_LARGEST_STEP, max(_LEAST_STEP, planned.needed / job.ceiling - 1))
         step = step if number < _PATIENCE else _LARGEST_STEP
         used = min(target, result.peak or target)
         target = int(used * (1 - step))
     assert planned is not None
-    better: dict[str, Any] = {
-        "solver": solver,
-        "seconds": seconds,
-        "seed": seed + number + 1,
-        "bound": bound,
-        "progress": progress,
-    }
-    planned, over = _spread(prepared, planned, first, caps, budget, ceiling, **better)
-    if planned.needed > ceiling:
-        raise _NoPlanError(min(needed) + budget - ceiling, bound, used, interrupted=over)
-    return planned if over else _between(prepared, planned, used, budget, ceiling, **better)
+    planned, over = _spread(job, planned, first, caps, seed + number + 1, bound)
+    if not job.fits(planned):
+        estimate = min(needed) + job.budget - job.ceiling
+        raise _NoPlanError(estimate, bound, used, interrupted=over)
+    return planned if over else _between(job, planned, used, seed + number + 1, bound)
 
 
 def _tighter(caps: Mapping[int, int], crowds: Mapping[int, int]) -> dict[int, int]:
