@@ -34,19 +34,17 @@ from .planning import (
     Prepared,
     StepPlan,
     corrected,
-    find_leanest,
     infeasible,
     load_plan,
-    make_plan,
     plain_usage,
     pool_of,
     prepare,
     read,
-    refusal,
 )
 from .price import Profile
 from .program import ON_VARIABLES, Kind, Program, has_effects
 from .progress import ProgressLine
+from .search import find_leanest, make_plan, refusal
 from .solvers import InfeasibleBudgetError, Plan, Result, Status
 from .solvers.budget import format_bytes, is_share, parse_budget
 from .solvers.method import Method

@@ -149,7 +149,8 @@ def test_where_only_a_few_large_tensors_lack_room_little_is_recomputed() -> None
         """
 from dataclasses import replace
 from remat.arena import GRAIN, Layout
-from remat.planning import make_plan, pool_of, prepare, read
+from remat.planning import pool_of, prepare, read
+from remat.search import make_plan
 
 inputs = x = keras.Input((64, 64, 3))
 for count, width in ((2, 32), (4, 48), (6, 64)):
