@@ -79,11 +79,11 @@ def pack(
         return int(height), addresses
 
     held = _held(sizes, first, last)
-    hopeless = held.max() > capacity or bool(crowded(blocks, capacity, walls))
     orders = _orders(sizes, first, last, held, seed)
     found = [walked(order, 0) for order in orders]
     height, addresses = min(found, key=lambda each: each[0])
-    if height > capacity and not hopeless:
+    # Where one moment is too much already, nothing lies lower.
+    if height > capacity >= held.max() and not crowded(blocks, capacity, walls):
         ranked = sorted(range(len(orders)), key=lambda number: found[number][0])
         with ThreadPoolExecutor(available_processors()) as pool:
             for reached, places in pool.map(

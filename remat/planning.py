@@ -434,6 +434,8 @@ def _by_node(
     extraction: Extraction, events: Sequence[Event], crowds: Mapping[int, int]
 ) -> dict[int, int]:
     """What is known of events, of their nodes; of small operations, of the node before."""
+    if not crowds:
+        return {}
     node_of = {op: node for node, ops in enumerate(extraction.groups) for op in ops}
     found: dict[int, int] = {}
     for event, count in crowds.items():

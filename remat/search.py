@@ -380,7 +380,7 @@ def _spread(
     return planned, False
 
 
-def _search(job: _Job, target: int, seed: int, start: Sequence[int] | None = None) -> Planned:
+def _search(job: _Job, target: int, seed: int, start: Sequence[int] | None) -> Planned:
     """Solves for a target, and then for lower and lower ones, at most ``_ROUNDS`` times,
     until the prediction fits; the arguments are those of ``make_plan``.
 
@@ -401,8 +401,8 @@ def _search(job: _Job, target: int, seed: int, start: Sequence[int] | None = Non
         )
         bound = result.lower_bound if bound is None else bound
         if result.schedule is None:
-            if planned is None:
-                interrupted = result.status is Status.INTERRUPTED
+            interrupted = result.status is Status.INTERRUPTED
+            if planned is None or interrupted:  # after which no other solve begins
                 estimate = result.least_budget + job.budget - target
                 raise _NoPlanError(estimate, bound, target, interrupted=interrupted)
             break
