@@ -203,6 +203,8 @@ def serve(kinds: Mapping[str, Callable[[Task], Mapping[str, Any]]], arguments: l
     """
     import tensorflow as tf
 
+    from remat import claim_memory
+
     task = Task(**json.loads(arguments[0]))
     if task.limit_mib is not None:
         # Of a CPU's allocator the environment says it.
@@ -211,6 +213,7 @@ def serve(kinds: Mapping[str, Callable[[Task], Mapping[str, Any]]], arguments: l
             tf.config.set_logical_device_configuration(gpu, [limit])
     if task.exact:
         tf.config.experimental.enable_op_determinism()
+    claim_memory()
     try:
         result = kinds[task.kind](task)
     except InfeasibleBudgetError as error:

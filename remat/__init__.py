@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .allocator import claim_memory
     from .compile import Step, compile
     from .function import Function, function
     from .pingpong import PingPong
@@ -28,6 +29,7 @@ _HOME = {
     "PlanError": ".solvers",
     "Step": ".compile",
     "TraceError": ".trace",
+    "claim_memory": ".allocator",
     "compile": ".compile",
     "function": ".function",
     "wrap": ".wrap",
@@ -41,6 +43,7 @@ __all__ = [
     "PlanError",
     "Step",
     "TraceError",
+    "claim_memory",
     "compile",
     "function",
     "wrap",

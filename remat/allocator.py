@@ -22,6 +22,7 @@ from tensorflow.python.eager import context, execute
 
 from .arena import (
     ALIGNMENT,
+    FIRST_REGION,
     GRAIN,
     LEAST_AREA,
     Layout,
@@ -76,7 +77,8 @@ def device_at_hand() -> Device:
         return Device(name, True, _gpu_limit(), _gpu_grows())
     limit = os.environ.get("TF_CPU_BFC_MEM_LIMIT_IN_MB", "")
     pooled = cpu_is_pooled()
-    return Device(name, pooled, int(limit) * 2**20 if pooled and limit.isdigit() else None, True)
+    bound = int(limit) * 2**20 if pooled and limit.isdigit() else None
+    return Device(name, pooled, bound, name not in _whole)
 
 
 def bytes_in_use(device: Device) -> int:
@@ -119,6 +121,39 @@ class Block:
 
 
 _claimed: set[str] = set()  # devices
+_whole: set[str] = set()  # devices whose pool is in one piece
+
+
+def claim_memory() -> int:
+    """Has the CPU's memory pool take all that its limit allows in one piece.
+
+    A GPU's pool is one piece from the start.  A CPU's grows in regions, each twice as
+    large as the one before, which a tensor cannot straddle; what variables leave of the
+    last ones is of little use then.  Call this before the model is made.
+
+    Returns:
+      Bytes of that piece; 0 where there is nothing to do: no limit, or a GPU.
+
+    Raises:
+      ValueError: if the pool has begun to grow, or a GPU's is to do so.
+    """
+    device = device_at_hand()
+    if device.limit is None or device.limit <= FIRST_REGION or not device.growth:
+        return 0
+    if device.name.startswith("GPU"):
+        raise ValueError(
+            "the GPU's memory is to grow in pieces; leave out "
+            "tf.config.experimental.set_memory_growth, and it is in one from the start"
+        )
+    if peak_bytes(device) > FIRST_REGION:
+        raise ValueError(
+            f"there have been tensors of {peak_bytes(device)} bytes already, and the regions of "
+            "memory that they were in stay: call this before the model and the data are made"
+        )
+    _, count = _chunk(device, device.limit - FIRST_REGION)
+    _whole.add(device.name)
+    reset_peak(device)
+    return count
 
 
 def claim(device: Device, count: int, least: int, unclaimed: int | None = None) -> Block | None:
@@ -155,7 +190,7 @@ def claim(device: Device, count: int, least: int, unclaimed: int | None = None) 
         # the pool grow.
         holes = device.limit - unclaimed - bytes_in_use(device)
         holding, shares = True, (1.0,) * (holes // count + 1)
-    elif unclaimed is not None:  # variables have made the pool grow to its limit
+    elif device.limit is not None:  # which the pool has grown to
         count = min(count, _largest_free(device))
     sizes = [int(share * count) for share in shares if share * count >= _SMALLEST_CLAIM]
     blocks = _blocks(device, sizes, holding)

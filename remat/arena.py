@@ -21,11 +21,13 @@ ALIGNMENT = 256  # bytes; every request is rounded up to a multiple
 _BINS = 21
 _SPLIT_WASTE = 128 << 20  # bytes; a larger remainder is always split off
 _ENDLESS = 1 << 50  # bytes
-_FIRST_REGION = 2 << 20  # bytes; regions then double
 _SMALL_VALUES = 1 << 19  # bytes for what no prediction sees
 
 LEAST_AREA = 3 / 8
 """Of what a budget leaves: a pool with less than that in one piece is not divided."""
+
+FIRST_REGION = 2 << 20
+"""Bytes of a pool's first region; the next ones double."""
 
 GRAIN = 1 << 14
 """Bytes: what is smaller finds room anywhere, and is not placed."""
@@ -62,7 +64,7 @@ class Arena:
     def __init__(self, limit: int | None = None, growth: bool = True, held: int = 0) -> None:
         self.limit = limit
         self.in_use = self.reserved = self.footprint = held
-        self._next_region = _FIRST_REGION
+        self._next_region = FIRST_REGION
         self._address = held
         self._bins: list[list[tuple[int, int]]] = [[] for _ in range(_BINS)]
         self._free: dict[int, Chunk] = {}  # by address
@@ -121,7 +123,7 @@ class Arena:
         """Adds one free region of ``size`` bytes."""
         if size >= ALIGNMENT:
             self._add_region(size // ALIGNMENT * ALIGNMENT)
-        while 2 * self._next_region - _FIRST_REGION <= self.reserved:
+        while 2 * self._next_region - FIRST_REGION <= self.reserved:
             self._next_region *= 2  # it has doubled on the way to so many bytes
 
     def lay_slots(self, address: int, sizes: Iterable[int]) -> None:

@@ -665,3 +665,46 @@ answer(left=after - before)
         {**COUNTED, **EXACT},
     )
     assert found["left"] < GRAIN
+
+
+def test_memory_that_is_claimed_stays_in_one_piece() -> None:
+    """Which it does not where the pool has grown with the variables."""
+    body = """
+claimed = remat.claim_memory() if CLAIMS else 0
+keras.utils.set_random_seed(0)
+model = keras.Sequential(
+    [keras.Input((1024,)), *(keras.layers.Dense(1024, use_bias=False) for _ in range(20))]
+)
+free = (160 << 20) - tf.config.experimental.get_memory_info("CPU:0")["current"]
+try:
+    tf.zeros(int(0.8 * free) // 4)
+    whole = True
+except tf.errors.ResourceExhaustedError:
+    whole = False
+try:
+    again = remat.claim_memory()
+except ValueError as error:
+    again = str(error)
+optimizer = keras.optimizers.SGD(1e-3)
+step = remat.compile(
+    model, keras.losses.MeanSquaredError(), optimizer, tf.TensorSpec((512, 1024)),
+    tf.TensorSpec((512, 1024)), budget="160MiB", profile={}, time_limit=1,
+)
+x = tf.zeros((512, 1024))
+peak = peak_of(lambda: step(x, x))
+answer(claimed=claimed, whole=whole, again=again, peak=peak)
+"""
+    limited = {**COUNTED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": "160"}
+    claimed = run(f"CLAIMS = True{body}", limited)
+    grown = run(f"CLAIMS = False{body}", limited)
+    assert 158 << 20 <= claimed["claimed"] <= 160 << 20
+    assert claimed["whole"]
+    assert not grown["whole"]
+    assert claimed["again"] == 0  # there is nothing left to do
+    assert "before the model" in grown["again"]
+    assert claimed["peak"] <= 160 << 20
+
+
+def test_where_memory_is_in_one_piece_or_nobody_counts_there_is_nothing_to_claim() -> None:
+    for environment in (COUNTED, {}):
+        assert run("answer(claimed=remat.claim_memory())", environment) == {"claimed": 0}
