@@ -190,7 +190,7 @@ def claim(device: Device, count: int, least: int, unclaimed: int | None = None) 
         # the pool grow.
         holes = device.limit - unclaimed - bytes_in_use(device)
         holding, shares = True, (1.0,) * (holes // count + 1)
-    elif device.limit is not None:  # which the pool has grown to
+    elif unclaimed is not None or device.name in _whole:  # the pool has grown to its limit
         count = min(count, _largest_free(device))
     sizes = [int(share * count) for share in shares if share * count >= _SMALLEST_CLAIM]
     blocks = _blocks(device, sizes, holding)
