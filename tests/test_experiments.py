@@ -71,7 +71,7 @@ def test_a_budget_must_be_a_share(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_process_that_runs_out_of_memory_is_a_failure(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    result = run(Task("plain", SMALL, steps=1, limit_mib=16), timeout=120, log=log)
+    result = run(Task("plain", SMALL, steps=1, limit_mib=24), timeout=120, log=log)
     assert result["status"] == "failed"
     assert str(log) in result["message"]
     assert "ResourceExhaustedError" in result["message"]
