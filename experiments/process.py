@@ -213,7 +213,7 @@ def serve(kinds: Mapping[str, Callable[[Task], Mapping[str, Any]]], arguments: l
             tf.config.set_logical_device_configuration(gpu, [limit])
     if task.exact:
         tf.config.experimental.enable_op_determinism()
-    claim_memory()
+    claim_memory()  # a CPU's is one piece then, as a GPU's is
     try:
         result = kinds[task.kind](task)
     except InfeasibleBudgetError as error:

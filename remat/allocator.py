@@ -95,7 +95,7 @@ def peak_bytes(device: Device) -> int:
 def peak_before_claims(device: Device) -> int:
     """Peak bytes when this process first planned a step: what shaped the pool
     before blocks of it were claimed."""
-    return peak_bytes(device)
+    return _whole.get(device.name) or peak_bytes(device)
 
 
 def reset_peak(device: Device) -> None:
@@ -121,7 +121,7 @@ class Block:
 
 
 _claimed: set[str] = set()  # devices
-_whole: set[str] = set()  # devices whose pool is in one piece
+_whole: dict[str, int] = {}  # by device whose pool was made one piece: its bytes
 
 
 def claim_memory() -> int:
@@ -150,9 +150,9 @@ def claim_memory() -> int:
             f"there have been tensors of {peak_bytes(device)} bytes already, and the regions of "
             "memory that they were in stay: call this before the model and the data are made"
         )
-    _, count = _chunk(device, device.limit - FIRST_REGION)
-    _whole.add(device.name)
-    reset_peak(device)
+    count = _chunk(device, device.limit - FIRST_REGION)[1]  # given back at once
+    _whole[device.name] = count
+    reset_peak(device)  # no tensor was that large
     return count
 
 
