@@ -114,7 +114,7 @@ def test_nothing_is_hidden() -> None:
         SMALL, "1 x 2", "0.5", plain_peak=100 * MIB, budget=50 * MIB, budget_share=0.5,
         status="done", predicted=48 * MIB, measured=49 * MIB,
         overhead_predicted=0.08, overhead_measured=0.2, overhead_fastest=0.15, lowering=1.01,
-        compile_seconds=20.0,
+        lowering_spread=0.04, lowering_fastest=1.03, compile_seconds=20.0,
     )  # fmt: skip
     rows = [
         done,
@@ -131,3 +131,5 @@ def test_nothing_is_hidden() -> None:
     assert "within the budget: 1 of 2; infeasible: 1, 1 of them proven; broken down: 1" in verdicts
     assert "overhead at 0.5: median of 2 is 0.2, target 0.1: MISSED" in verdicts
     assert "lowered / plain: largest of 1 is 1.01, target 1.02: met" in verdicts
+    assert "of the fastest steps: largest is 1.03" in verdicts
+    assert "between processes of one network: spread at most 0.04" in verdicts
