@@ -67,9 +67,8 @@ class Row:
       overhead_predicted, overhead_measured: fractions; overhead_fastest: of the
         fastest step of each kind, which other work has slowed least.
       lowering: seconds of the step lowered without recomputation / plain, the
-        median over processes (where its memory lies is another in each, and
-        with it the seconds by some percent); lowering_spread: largest less
-        smallest; lowering_fastest: of the fastest step of each kind.
+        median over pairs of processes; lowering_spread: largest less smallest;
+        lowering_fastest: of the fastest step of each kind.
       differing: arrays that differ in any bit from the plain step's, in the
         exact setting, of all those compared.
       exact_budget: bytes it was compared within (the least feasible ones, if
