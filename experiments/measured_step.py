@@ -367,12 +367,13 @@ def targets(rows: Sequence[Row]) -> str:
             lines.append(f"  of the fastest steps: median is {statistics.median(fastest):.4g}")
     ratios = {row.model: row.lowering for row in trained if row.lowering is not None}
     lines += _verdict("lowered / plain", max, list(ratios.values()), _LOWERING_TARGET, "largest")
-    fastest = [row.lowering_fastest for row in trained if row.lowering_fastest is not None]
-    if fastest:
-        lines.append(f"  of the fastest steps: largest is {max(fastest):.4g}")
-    spreads = [row.lowering_spread for row in trained if row.lowering_spread is not None]
-    if spreads:
-        lines.append(f"  between processes of one network: spread at most {max(spreads):.4g}")
+    for text, name in (
+        ("of the fastest steps: largest is", "lowering_fastest"),
+        ("between processes of one network: spread at most", "lowering_spread"),
+    ):
+        found = [value for row in trained if (value := getattr(row, name)) is not None]
+        if found:
+            lines.append(f"  {text} {max(found):.4g}")
     differing = [float(row.differing) for row in trained if row.differing is not None]
     lines += _verdict("arrays that differ, exact setting", max, differing, 0, "largest")
     for what in ("loss_difference", "difference"):
