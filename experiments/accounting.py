@@ -140,10 +140,10 @@ def traced_graph(
       name: the graph's, for people.
       profile: what prices operations: see ``remat trace --profile``.
     """
-    from remat.planning import pool_of, prepare, read
+    from remat.planning import prepare, read
 
     traced, program = read(function, specs)
-    return prepare(traced, program, pool_of(program), name=name, profile=profile).extraction.graph
+    return prepare(traced, program, name=name, profile=profile).extraction.graph
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -70,14 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def floors(model: str) -> Row:
     """Traces a network's step and asks for the floor, both ways."""
     from remat.compile import one_step_of
-    from remat.planning import pool_of, prepare, read
+    from remat.planning import prepare, read
 
     case = CASES[model]
     function = one_step_of(case.model(), case.loss(), case.optimizer())
     traced, program = read(function, case.specs())
     whole, blocks = (
-        prepare(traced, program, pool_of(program), profile=_PROFILE, split=split)
-        for split in (False, True)
+        prepare(traced, program, profile=_PROFILE, split=split) for split in (False, True)
     )
     floor_whole, _ = memory_floor(whole.extraction.graph)
     floor, setters = memory_floor(blocks.extraction.graph)

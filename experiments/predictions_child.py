@@ -79,7 +79,7 @@ def _priced(case: Case, profile: Profile) -> dict[str, Any]:
     function = one_step_of(case.model(), case.loss(), case.optimizer())
     _, program = read(function, case.specs())
     started = time.perf_counter()
-    prices = price(program, profile, deadline=_DEADLINE)
+    (prices,) = price([program], profile, deadline=_DEADLINE)
     return {
         "pricing_seconds": time.perf_counter() - started,
         "step_seconds": sum(prices.seconds),

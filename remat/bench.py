@@ -108,11 +108,12 @@ class Bench:
         self, signature: OpSignature, spread: float, seconds_each: float
     ) -> Timing:
         """The fastest of a few attempts: the first that nothing else seems to have slowed."""
-        best = self._measure(signature, spread, seconds_each)
+        arguments = self._arguments(signature)
+        best = self._measure(signature, arguments, spread, seconds_each)
         for _ in range(_MOST_ATTEMPTS - 1):
             if self._is_undisturbed():
                 break
-            again = self._measure(signature, spread, seconds_each)
+            again = self._measure(signature, arguments, spread, seconds_each)
             best = min(best, again, key=lambda timing: timing.seconds)
         return best
 
@@ -161,8 +162,9 @@ class Bench:
         self._reference_seconds = min(self._reference_seconds, *taken)
         return statistics.median(taken) <= _DISTURBED * self._reference_seconds
 
-    def _measure(self, signature: OpSignature, spread: float, seconds_each: float) -> Timing:
-        arguments = self._arguments(signature)
+    def _measure(
+        self, signature: OpSignature, arguments: _Arguments, spread: float, seconds_each: float
+    ) -> Timing:
         overhead = self._empty_seconds
         if signature.op in _FORWARD:
             with self._registered(signature, copies=0) as run:

@@ -105,8 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
             function, specs = _training_step(model, batch_size, arguments.shape)
             _, program = read(function, specs)
             started = time.monotonic()
-            prices = price(
-                program,
+            (prices,) = price(
+                [program],
                 arguments.profile,
                 deadline=arguments.time_limit,
                 progress=_show_progress,

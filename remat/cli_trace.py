@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from .compile import one_step_of
     from .extract import extract
-    from .planning import pool_of, prepare, read
+    from .planning import prepare, read
     from .progress import ProgressLine
     from .solvers.budget import format_bytes
     from .solvers.graph import save_graph
@@ -88,13 +88,9 @@ def run(arguments: argparse.Namespace) -> int:
         say.line("tracing the step")
         traced, program = read(function, specs)
         prepared = prepare(
-            traced,
-            program,
-            pool_of(program),
-            name=model.name,
-            profile=arguments.profile,
-            progress=say.line,
+            traced, program, name=model.name, profile=arguments.profile, progress=say.line
         )
+    program = prepared.program
     graph = prepared.extraction.graph
     if arguments.ungrouped:
         graph = extract(

@@ -225,31 +225,30 @@ def _taking(program: Program, type: str) -> Program:
     )
 
 
-def plain_usage(program: Program, workspace: Mapping[int, int], pool: Pool) -> Usage:
-    """What the plain step is predicted to take, whatever the pool's limit.
-
-    The executor leaves the plain step's order to chance.  Of two orders that
-    are close to what it does, the one with the lower peak is taken, so that a
-    budget that is a share of it is not larger than it seems.
-    """
-    endless = replace(pool, limit=None, layout=None, quiet=True)
-    return min(
-        (simulate(asked, endless) for asked in _plain_requests(program, workspace)),
-        key=lambda usage: usage.peak,
+def plain_requests(
+    program: Program, workspace: Mapping[int, int] | None = None
+) -> tuple[Requests, ...]:
+    """What the plain step asks for, in each of two orders that are close to what it does: the
+    executor leaves its order to chance.  Without a workspace, scratch memory is left out."""
+    return tuple(
+        requests(program, events, workspace or {})
+        for events in (plain_events(program), creation_events(program))
     )
 
 
-def _plain_requests(program: Program, workspace: Mapping[int, int]) -> list[Requests]:
-    return [
-        requests(program, events, workspace)
-        for events in (plain_events(program), creation_events(program))
-    ]
+def plain_usage(plain: Sequence[Requests], pool: Pool) -> Usage:
+    """What the plain step is predicted to take, whatever the pool's limit.
+
+    Of its orders the one with the lower peak is taken, so that a budget that is a share of
+    it is not larger than it seems.
+    """
+    endless = replace(pool, limit=None, layout=None, quiet=True)
+    return min((simulate(asked, endless) for asked in plain), key=lambda usage: usage.peak)
 
 
-def pool_of(program: Program) -> Pool:
+def pool_of(program: Program, plain: Sequence[Requests]) -> Pool:
     """The memory pool that a step finds where nothing else is in it: variables,
     constants, batch, results."""
-    plain = _plain_requests(program, {})
     return Pool(
         held=tuple(size for size in program.variable_bytes.values() if size),
         constants=tuple(sum(op.bytes) for op in program.ops if op.kind is Kind.CONSTANT),
@@ -269,8 +268,9 @@ def _small_peak(asked: Requests) -> int:
 def prepare(
     traced: Trace,
     program: Program,
-    pool: Pool,
     *,
+    plain: Sequence[Requests] | None = None,
+    pool: Pool | None = None,
     name: str = "step",
     profile: Profile = "auto",
     split: bool = True,
@@ -280,44 +280,39 @@ def prepare(
 
     Args:
       traced, program: from ``read``.
-      pool: the memory that it finds.
+      plain: from ``plain_requests``, scratch memory left out, where it is known.
+      pool: the memory that it finds; where nothing else is in it if None.
       name: for people.
       profile: where costs come from; see ``price``.
       split: whether updates of large variables are computed in blocks.
       progress: called with a line for people now and then.
     """
     say = progress or (lambda line: None)
-
-    def priced(program: Program) -> Prices:
-        say(f"pricing {len(program.ops)} operations")
-        return price(
-            program,
-            profile,
-            progress=lambda done, total, s: say(
-                f"measuring operation {done + 1} of {total}: {s.op}"
-            ),
-        )
-
-    prices = priced(program)
-    plain = plain_usage(program, prices.workspace, pool)
+    plain = plain or plain_requests(program)
+    alone = pool_of(program, plain)
+    pool = pool or alone
     # What is large must not depend on prices or on what else the process holds,
     # or a saved plan would not load.
-    resident = pool_of(program).resident
-    unpriced = min(max(asked.timeline(resident)) for asked in _plain_requests(program, {}))
+    unpriced = min(max(asked.timeline(alone.resident)) for asked in plain)
     rewritten = broadcast_late(program)
     if split:
         rewritten = split_updates(rewritten, unpriced)
-    if rewritten is not program:
-        program, prices = rewritten, priced(rewritten)
+    say(f"pricing {len(rewritten.ops)} operations")
+    as_plain, prices = price(
+        [program, rewritten],
+        profile,
+        progress=lambda done, total, s: say(f"measuring operation {done + 1} of {total}: {s.op}"),
+    )
+    usage = plain_usage(plain_requests(program, as_plain.workspace), pool)
     extraction = extract(
-        program,
+        rewritten,
         prices.seconds,
         prices.workspace,
         plain_peak=unpriced,
         resident=pool.resident,
         name=name,
     )
-    return Prepared(traced, program, prices, extraction, plain, pool)
+    return Prepared(traced, rewritten, prices, extraction, usage, pool)
 
 
 def follow(
@@ -402,7 +397,7 @@ def corrected(prepared: Prepared, corrections: Corrections) -> Prepared:
         program=program,
         prices=replace(prices, workspace=workspace),
         extraction=prepared.extraction.anew(program, workspace),
-        plain=plain_usage(program, workspace, prepared.pool),
+        plain=plain_usage(plain_requests(program, workspace), prepared.pool),
     )
 
 
@@ -479,8 +474,9 @@ def _place(
             over = 1  # something is astray
     if usage is not None:
         return {}, usage, usage.peak, crowds
-    # Neither way there is enough: what lacks is known if the places were counted.
-    usage = simulate(asked, replace(pool, limit=None, layout=None, quiet=False))
+    # Neither way there is enough: what lacks is known if the places were counted, and
+    # one step says what else there is to say of a plan that will not run.
+    usage = simulate(asked, replace(pool, limit=None, layout=None, quiet=over > 0))
     lacking = over if over > 0 else max(usage.peak - ceiling, int(ceiling * (_OVERFULL - 1)))
     return {}, usage, ceiling + lacking, crowds
 

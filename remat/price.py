@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,16 +37,16 @@ class Prices:
 
 
 def price(
-    program: Program,
+    versions: Sequence[Program],
     profile: Profile = "auto",
     *,
-    deadline: float = 12.0,
+    deadline: float = 10.0,
     progress: Callable[[int, int, OpSignature], None] | None = None,
-) -> Prices:
+) -> list[Prices]:
     """Prices every operation that computes.
 
     Args:
-      program: the step.
+      versions: a step, or several versions of one, which share most of what is measured.
       profile: "auto" (this device's recorded costs; what is missing there is
         measured now and recorded, what cannot be measured is computed from
         the device's roofline), a device's name, a CSV table, or seconds by
@@ -54,18 +54,29 @@ def price(
       deadline: seconds that measuring may take.
       progress: called with (done, total, next signature) while measuring.
 
+    Returns:
+      The prices of each version.
+
     Raises:
       UnknownDeviceError, TableError: if ``profile`` names nothing usable.
     """
-    signatures = signatures_of(program)
+    signatures = [signatures_of(program) for program in versions]
     if profile == "auto":
-        pricer = measured_pricer(signatures.values(), deadline=deadline, progress=progress)
+        every = [signature for found in signatures for signature in found.values()]
+        pricer = measured_pricer(every, deadline=deadline, progress=progress)
     elif isinstance(profile, Mapping):
         pricer = load_pricer(profile, spec_at_hand())
     else:
         pricer = load_pricer(profile)
-    distinct = {signature: pricer.price(signature) for signature in set(signatures.values())}
-    prices: dict[int, Price] = {index: distinct[s] for index, s in signatures.items()}
+    distinct = {s: pricer.price(s) for found in signatures for s in set(found.values())}
+    return [
+        _prices(program, {index: distinct[s] for index, s in found.items()}, pricer.device.name)
+        for program, found in zip(versions, signatures, strict=True)
+    ]
+
+
+def _prices(program: Program, prices: Mapping[int, Price], device: str) -> Prices:
+    """Prices of some operations, with what they leave to others and hold inside."""
     workspace = {index: found.workspace for index, found in prices.items() if found.workspace}
     for index, op in enumerate(program.ops):
         # The backward operation finds what the forward one kept.
@@ -80,7 +91,7 @@ def price(
         ),
         workspace=workspace,
         coverage=coverage(prices.values()),
-        device=pricer.device.name,
+        device=device,
     )
 
 

@@ -36,6 +36,7 @@ from .planning import (
     corrected,
     infeasible,
     load_plan,
+    plain_requests,
     plain_usage,
     pool_of,
     prepare,
@@ -214,7 +215,8 @@ class CompiledStep:
     def _make(self, traced: Trace, program: Program, name: str, say: ProgressLine) -> None:
         """Divides memory, prices, solves, lowers and checks what was traced."""
         options = self.options
-        pool, block = pool_of(program), None
+        plain = plain_requests(program)
+        pool, block = pool_of(program, plain), None
         if self.device.counted:
             _own_buffers(program)
             gc.collect()  # what an earlier training left, and Python has not freed yet
@@ -224,20 +226,26 @@ class CompiledStep:
                 held=(*pool.held, other) if other > 0 else pool.held,
                 highest=allocator.peak_before_claims(self.device),
             )
-            plain = plain_usage(program, {}, pool).peak
-            budget, source = self._resolve_budget(plain)
+            peak = plain_usage(plain, pool).peak
+            budget, source = self._resolve_budget(peak)
             # Replicas run side by side.
             alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
             pool = replace(pool, shared=not alone or options.quiet is False)
             if options.quiet is False:
-                ahead = _AHEAD_SHARE * min(budget, plain) // max(1, sum(pool.arguments))
+                ahead = _AHEAD_SHARE * min(budget, peak) // max(1, sum(pool.arguments))
                 pool = replace(pool, ahead=min(_AHEAD, int(ahead)))
             # A share is of a peak that is higher once scratch memory is known.
             spare = budget + _SCRATCH if source == _SHARE else 0
             block = self._claim(pool, budget, spare)
         with self._timed("price"):
             self.prepared = prepare(
-                traced, program, pool, name=name, profile=options.profile, progress=say.line
+                traced,
+                program,
+                plain=plain,
+                pool=pool,
+                name=name,
+                profile=options.profile,
+                progress=say.line,
             )
         self.budget, self.budget_source = self._resolve_budget(self.prepared.plain.peak)
         if block is not None and self.budget > budget + spare:  # else there is no more to claim

@@ -178,6 +178,7 @@ def test_a_first_solve_does_not_wait_for_what_it_can_do_without(
 _SAVE_A_NETWORK = """
 import sys, keras
 layers = [keras.layers.Conv2D(8, 3, activation="relu") for _ in range(8)]
+layers.insert(4, keras.layers.BatchNormalization())  # whose gradient is computed otherwise
 keras.Sequential([keras.Input((48, 48, 3)), *layers, keras.layers.GlobalMaxPooling2D(),
                   keras.layers.Dense(10, activation="softmax")]).save(sys.argv[1])
 """

@@ -149,7 +149,7 @@ def test_where_only_a_few_large_tensors_lack_room_little_is_recomputed() -> None
         """
 from dataclasses import replace
 from remat.arena import GRAIN, Layout
-from remat.planning import pool_of, prepare, read
+from remat.planning import prepare, read
 from remat.search import make_plan
 
 inputs = x = keras.Input((64, 64, 3))
@@ -170,14 +170,13 @@ def step(x, y):
     return value
 
 traced, program = read(step, [tf.TensorSpec((32, 64, 64, 3)), tf.TensorSpec((32,), tf.int32)])
-pool = pool_of(program)
+prepared = prepare(traced, program, profile="h200")
+pool = prepared.pool
 largest = 32 * 64 * 64 * 32 * 4
 piece = 95 * largest // 100 // GRAIN * GRAIN
 layout = Layout(sum(pool.held), (piece, piece), pool.slots, 3 * piece)
 ceiling = layout.in_use + 2 * piece + layout.slots_end + layout.area
-prepared = prepare(
-    traced, program, replace(pool, layout=layout, quiet=True), profile="h200"
-)
+prepared = replace(prepared, pool=replace(pool, layout=layout, quiet=True))
 planned = make_plan(prepared, ceiling + (1 << 20), ceiling=ceiling)
 answer(plain=prepared.plain.peak, ceiling=ceiling, needed=planned.needed,
        overhead=planned.plan.overhead)

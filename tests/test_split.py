@@ -12,7 +12,7 @@ def test_updates_in_blocks_have_the_same_bits_and_a_lower_floor() -> None:
         """
 exact()
 from remat.compile import one_step_of
-from remat.planning import pool_of, prepare, read
+from remat.planning import prepare, read
 from remat.solvers.floor import memory_floor
 
 OPTIMIZERS = {
@@ -50,7 +50,7 @@ for name, make in OPTIMIZERS.items():
 
 traced, program = read(one_step_of(network(), loss, OPTIMIZERS["Adam"]()), specs)
 floors = [
-    memory_floor(prepare(traced, program, pool_of(program), profile="h200", split=split)
+    memory_floor(prepare(traced, program, profile="h200", split=split)
                  .extraction.graph)[0]
     for split in (False, True)
 ]
