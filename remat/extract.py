@@ -13,8 +13,9 @@ The rule of grouping:
   nothing large that A does not need, and returns no more than A; or A is
   elementwise with at most one large input, no larger than its output (B may
   as well read that input).  Keeping A's value instead would never pay.  (But A
-  stays alone where it may write into the buffer of what it reads, B may not,
-  and the two together would hold more than any operation does by itself.)
+  stays alone where the step returns its value; and where it may write into the
+  buffer of what it reads, B may not, and the two together would hold more than
+  any operation does by itself.)
 * A variable's update is thereby one node: every copy of what reads a large
   variable comes before the node that overwrites it (``Graph.order``).
 
@@ -98,7 +99,7 @@ def extract(
     """
     threshold = _threshold(program, plain_peak) if grouped else 0
     heavy = _Heavy(program, threshold)
-    groups = _merge(program, heavy) if grouped else [[index] for index in heavy.reads]
+    groups = _merge(program, heavy, threshold) if grouped else [[index] for index in heavy.reads]
     return _build(program, heavy, groups, seconds, workspace, threshold, resident, name)
 
 
@@ -193,7 +194,7 @@ def _roots(program: Program) -> dict[Tensor, Tensor]:
     return roots
 
 
-def _merge(program: Program, heavy: _Heavy) -> list[list[int]]:
+def _merge(program: Program, heavy: _Heavy, threshold: int) -> list[list[int]]:
     """Groups of heavy operations, by the rule in the module's docstring."""
     ops = program.ops
     read_outside: dict[Tensor, set[int]] = {}
@@ -201,6 +202,7 @@ def _merge(program: Program, heavy: _Heavy) -> list[list[int]]:
         for tensor in tensors:
             read_outside.setdefault(tensor, set()).add(index)
     results = {heavy.root[tensor] for tensor in program.outputs}
+    returning = {index for index, output in results if ops[index].bytes[output] > threshold}
 
     group: dict[int, int] = {index: index for index in heavy.reads}
     members: dict[int, list[int]] = {index: [index] for index in heavy.reads}
@@ -250,7 +252,7 @@ def _merge(program: Program, heavy: _Heavy) -> list[list[int]]:
         if a not in members or len(after[a]) != 1:
             continue
         (b,) = after[a]
-        if once(a) and not once(b):
+        if once(a) and not once(b) or not returning.isdisjoint(members[a]):
             continue
         nothing_else = inputs[b] - {a} <= inputs[a] and size(b) <= size(a)
         passes_through = (

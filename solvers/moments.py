@@ -314,7 +314,8 @@ def _bytes_beside_inputs(graph: Graph, index: int) -> int:
 
 def decode(graph: Graph, program: Stages, values: np.ndarray) -> Schedule:
     """The schedule that the values describe: in each stage what it begins with, then first
-    runs in the given order, and other runs as late as they can be."""
+    runs in the given order, and other runs as late as they can be; what must not run before
+    these comes last."""
     ran = (program.runs >= 0) & (values[program.runs] > 0.5)
     kept = (program.held >= 0) & (values[program.held] > 0.5)
     stage = ran.argmax(axis=1)
@@ -325,9 +326,11 @@ def decode(graph: Graph, program: Stages, values: np.ndarray) -> Schedule:
         if k > 0:
             cut = program.cuts[k - 1]
             here.sort(key=lambda index: index != cut.moment and index not in cut.floats)
+        writers = {writer for reader, writer in graph.order if ran[reader, k] > (stage[reader] == k)}
         for index in here:
-            runner.run(index)
-        for index in np.flatnonzero(kept[:, k + 1]).tolist():
+            if index not in writers:
+                runner.run(index)
+        for index in (*np.flatnonzero(kept[:, k + 1]).tolist(), *here):
             runner.run(index)
     return tuple(runner.schedule)
 
