@@ -350,6 +350,34 @@ answer(measured=peak_of(lambda: train(step, data)))
     assert found["measured"] <= refused["least"]
 
 
+def test_large_predictions_are_held_by_themselves() -> None:
+    """Once the loss is known, only what the step returns stays of what scores went through."""
+    found = run(
+        """
+tokens, words = (8, 64), 2000
+inputs = keras.Input(tokens[1:], dtype="int32")
+x = keras.layers.Dense(64, activation="gelu")(keras.layers.Embedding(words, 64)(inputs))
+model = keras.Model(inputs, keras.layers.Dense(words)(x))
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+spec = tf.TensorSpec(tokens, tf.int32)
+step = remat.compile(model, loss, keras.optimizers.Adam(), spec, spec, budget="64MiB")
+prepared = step.compiled.prepared
+graph = prepared.extraction.graph
+answer(
+    returned=sum(graph.nodes[index].bytes for index in graph.outputs),
+    scores=4 * words * tokens[0] * tokens[1],
+    peak=remat.solvers.simulate(graph, range(len(graph))).peak,
+    plain=prepared.plain.requested_peak,
+    floor=remat.solvers.floor.memory_floor(graph)[0],
+)
+""",
+        COUNTED,
+    )
+    assert found["returned"] == found["scores"]
+    assert found["peak"] == pytest.approx(found["plain"], rel=0.05)
+    assert found["floor"] < found["plain"]
+
+
 def test_a_share_is_met_whatever_scratch_memory_kernels_take() -> None:
     """More than the activations here; and what was refused before leaves nothing behind."""
     found = run(

@@ -154,6 +154,24 @@ def test_a_node_that_floats_may_become_a_moment() -> None:
     run(graph, 10, "moments", time_limit=20)  # legal, or says why not
 
 
+def test_what_is_returned_may_be_computed_again_before_its_weights_change() -> None:
+    # "scores" are returned, and too large to be kept while "backward" runs; "update"
+    # overwrites what they are computed from.
+    nodes = (
+        Node("x", 1, 2),
+        Node("scores", 3, 10),
+        Node("gradient", 1, 4),
+        Node("update", 1, 1, recomputable=False),
+        Node("backward", 1, 12),
+        Node("end", 1, 1, recomputable=False),
+    )
+    edges = ((0, 1), (1, 2), (0, 3), (2, 3), (2, 4), (4, 5))
+    graph = Graph("returned", nodes, edges, outputs=(1,), order=((1, 3),))
+    result = solve(graph, 20, solver="moments", time_limit=20)
+    assert result.status is Status.OPTIMAL
+    assert result.cost == optimum(graph, 20) == graph.cost + 3
+
+
 @pytest.mark.parametrize("solver", ["moments", "auto"])
 def test_a_budget_above_the_floor_is_proven_infeasible(solver: str) -> None:
     # While m2 runs, p or q is held, too; no node alone says so.
