@@ -252,7 +252,7 @@ def _merge(program: Program, heavy: _Heavy, threshold: int) -> list[list[int]]:
         if a not in members or len(after[a]) != 1:
             continue
         (b,) = after[a]
-        if once(a) and not once(b) or not returning.isdisjoint(members[a]):
+        if (once(a) and not once(b)) or not returning.isdisjoint(members[a]):
             continue
         nothing_else = inputs[b] - {a} <= inputs[a] and size(b) <= size(a)
         passes_through = (

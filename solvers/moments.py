@@ -326,9 +326,8 @@ def decode(graph: Graph, program: Stages, values: np.ndarray) -> Schedule:
         if k > 0:
             cut = program.cuts[k - 1]
             here.sort(key=lambda index: index != cut.moment and index not in cut.floats)
-        writers = {
-            writer for reader, writer in graph.order if ran[reader, k] > (stage[reader] == k)
-        }
+        again = ran[:, k] & (stage < k)
+        writers = {writer for reader, writer in graph.order if again[reader]}
         for index in here:
             if index not in writers:
                 runner.run(index)
