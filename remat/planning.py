@@ -501,5 +501,10 @@ def infeasible(prepared: Prepared, budget: int, least_budget: int) -> Infeasible
     graph = prepared.extraction.graph
     floor, nodes = memory_floor(graph)
     groups, workspace = prepared.extraction.groups, prepared.prices.workspace
-    names = tuple(name_for_people(prepared.program, groups[node], workspace) for node in nodes)
+    names = tuple(
+        name_for_people(prepared.program, groups[node], workspace)
+        if groups[node]
+        else graph.nodes[node].name
+        for node in nodes
+    )
     return InfeasibleBudgetError(budget, floor, names, least_budget, graph.resident)

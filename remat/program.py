@@ -454,7 +454,7 @@ def build(trace: Trace, *, fold: bool = True) -> Program:
             if shape is None:
                 raise TraceError(
                     f"the value {tensor.name} ({operation.type}) has the shape {tensor.shape}; "
-                    "remat needs every shape to be known when the step is traced"
+                    "remat needs every shape to be known when the step is traced" + _hint(operation)
                 )
             shapes[tensor.name] = shape
         sizes = [_bytes(tensor, shapes[tensor.name]) for tensor in operation.outputs]
@@ -695,6 +695,13 @@ def _kept(loop: tf.Operation, body: Body) -> tuple[list[_Stack], tuple[int, ...]
             found[item.name] = _Stack(int(length) * _bytes(item, shape), [], held)
         found[item.name].outputs.append(number)
     return list(found.values()), tuple(passed)
+
+
+def _hint(operation: tf.Operation) -> str:
+    """What to do about a shape that is not known."""
+    if operation.type.startswith("TensorList"):
+        return ": make a TensorArray with the size that it has in the end, for parts of one shape"
+    return ""
 
 
 def _last_reader(tensor: tf.Tensor, position: Mapping[tf.Operation, int]) -> int:

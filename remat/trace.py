@@ -13,7 +13,7 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -290,36 +290,70 @@ def _results(
         _, keys, default = inputs
         return [keys.shape.concatenate(default.shape)]
     if kind in ("TensorListStack", "TensorListGetItem"):
-        length, element = _list(inputs[0], library)
-        return [element if kind == "TensorListGetItem" else length.concatenate(element)]
+        stacked = _known(*_list(inputs[0], library))
+        return [stacked[1:] if kind == "TensorListGetItem" else stacked]
     return []
 
 
 def _list(
-    values: tf.Tensor, library: Mapping[str, function_pb2.FunctionDef]
-) -> tuple[tf.TensorShape, tf.TensorShape]:
-    """The shapes of a list of tensors: its length, and that of each."""
+    values: tf.Tensor,
+    library: Mapping[str, function_pb2.FunctionDef],
+    before: Sequence[tf.Tensor] = (),
+) -> tuple[set[int | None], set[tf.TensorShape]]:
+    """What is known of a list of tensors.
+
+    Args:
+      values: the list.
+      library: functions by name.
+      before: lists that turns of loops begin with, about which others say enough.
+
+    Returns:
+      The lengths that it may have (None for any), and the shapes that its parts may have.
+    """
     operation, inputs = values.op, values.op.inputs
-    found = [(tf.TensorShape([None]), tf.TensorShape(None))]
-    if operation.type in ("Identity", "ZerosLike", "AddN"):
-        found = [_list(same, library) for same in inputs]
-    elif operation.type == "TensorListFromTensor":
-        found = [(inputs[0].shape[:1], inputs[0].shape[1:])]
-    elif operation.type == "TensorListReserve":
-        length = smart_cond.smart_constant_value(inputs[1])
-        found = [(tf.TensorShape([length]), tf.TensorShape(None))]
-    elif operation.type == "TensorListSetItem":
-        found = [(_list(inputs[0], library)[0], inputs[2].shape)]
-    elif operation.type in loops.LOOPS and _static(inputs):
-        after = _returned(operation.get_attr("body"), inputs, library)[values.value_index]
-        found = [_list(inputs[values.value_index], library), _list(after, library)]
-    lengths, elements = zip(*found, strict=True)
-    return _known(lengths), _known(elements)
+    anything: tuple[set[int | None], set[tf.TensorShape]] = ({None}, {tf.TensorShape(None)})
+    if any(values.graph is each.graph and values.name == each.name for each in before):
+        return set(), set()
+    if operation.type in ("Identity", "ZerosLike"):
+        return _list(inputs[0], library, before)
+    if operation.type == "AddN":  # of lists that are alike
+        alike = [_known(*_list(same, library, before)) for same in inputs]
+        length = next((shape[0] for shape in alike if shape.rank and shape[0] is not None), None)
+        return {length}, {next((s[1:] for s in alike if s[1:].is_fully_defined()), alike[0][1:])}
+    if operation.type == "TensorListFromTensor":
+        return {inputs[0].shape[0]}, {inputs[0].shape[1:]}
+    if operation.type == "TensorListReserve":
+        return {_constant(inputs[1])}, set()
+    if operation.type == "TensorListSetItem":
+        lengths, parts = _list(inputs[0], library, before)
+        if operation.get_attr("resize_if_index_out_of_bounds"):
+            lengths = {_grown(length, inputs[1]) for length in lengths or {None}}
+        return lengths, parts | {inputs[2].shape}
+    if operation.type in loops.LOOPS and _static(inputs):
+        body, slot = _body(operation.get_attr("body"), inputs, library), values.value_index
+        lengths, parts = _list(inputs[slot], library, before)
+        after = _list(body.results[slot], library, [*before, body.arguments[slot]])
+        return lengths | after[0], parts | after[1]
+    return anything
 
 
-def _known(shapes: Sequence[tf.TensorShape]) -> tf.TensorShape:
-    """The first of some shapes of the same that is known."""
-    return next((shape for shape in shapes if shape.is_fully_defined()), shapes[0])
+def _grown(length: int | None, index: tf.Tensor) -> int | None:
+    """The length of a list once there is a part of some index."""
+    position = _constant(index)
+    return None if length is None or position is None else max(length, position + 1)
+
+
+def _constant(number: tf.Tensor) -> int | None:
+    """A whole number, if it is known when the step is traced."""
+    value = smart_cond.smart_constant_value(number)
+    return None if value is None else int(value)
+
+
+def _known(lengths: Collection[int | None], parts: Collection[tf.TensorShape]) -> tf.TensorShape:
+    """The shape of a list's stacked parts, as far as there is only one that it may have."""
+    (length,) = lengths if len(lengths) == 1 else (None,)
+    (part,) = parts if len(parts) == 1 else (tf.TensorShape(None),)
+    return tf.TensorShape([length]).concatenate(part)
 
 
 def _returned(

@@ -665,6 +665,59 @@ answer(result=result, count=float(count), message=message)
     assert "nothing to plan" in found["message"]
 
 
+def test_lists_that_grow_have_the_length_that_they_grow_to_or_are_refused() -> None:
+    found = run(
+        """
+def mean(array):
+    parts = array.stack()
+    return tf.reduce_sum(parts) / tf.cast(tf.shape(parts)[0], tf.float32)
+
+def growing(x, within):
+    array = tf.TensorArray(tf.float32, size=1, dynamic_size=True)
+    return mean(looped(array, x) if within else written(array, x))
+
+def written(array, x):
+    for number in range(4):
+        array = array.write(number, x * float(number))
+    return array
+
+def looped(array, x):
+    def turn(number, array):
+        return number + 1, array.write(number, x * tf.cast(number, tf.float32))
+    return tf.while_loop(lambda number, array: number < 4, turn, (0, array))[1]
+
+def filled(x):
+    return mean(looped(tf.TensorArray(tf.float32, size=4), x))
+
+def extended(x):
+    return mean(tf.TensorArray(tf.float32, size=0, dynamic_size=True).unstack(x).write(4, x[0]))
+
+def uneven(x):
+    array = tf.TensorArray(tf.float32, size=2, infer_shape=False, clear_after_read=False)
+    array = array.write(0, x[:2]).write(1, x[:3])
+    return tf.reduce_sum(array.read(0)) / tf.cast(tf.shape(array.read(0))[0], tf.float32)
+
+def message(function):
+    try:
+        planned(function)(x)
+    except remat.TraceError as error:
+        return str(error)
+
+x = tf.ones((4, 64))
+planned = remat.function(budget="64MiB", profile={}, check=False)
+functions = dict(written=lambda x: growing(x, False), filled=filled, extended=extended)
+answer(
+    same=[float(planned(f)(x)) == float(tf.function(f)(x)) for f in functions.values()],
+    refused=[message(lambda x: growing(x, True)), message(uneven)],
+)
+""",
+        _UNCOUNTED,
+    )
+    assert found["same"] == [True, True, True]
+    for message in found["refused"]:
+        assert "make a TensorArray with the size that it has in the end" in message
+
+
 def test_variables_assigned_and_read_in_every_order() -> None:
     """Twice in a step, what was there before, what others held, slices and shared values."""
     found = run(
