@@ -329,6 +329,8 @@ _FORWARDS: dict[str, tuple[int, ...]] = {
     "SparseSoftmaxCrossEntropyWithLogits": (0,),
 }
 # ... and for which output, if that is not the first: the gradient, beside the loss.
+# oneDNN adds to what is there already; the inputs before it are the bias and what comes first.
+_FUSED, _FUSED_ADDEND = ("_FusedConv2D", "_FusedMatMul"), 3
 _FORWARDED = {"SoftmaxCrossEntropyWithLogits": 1, "SparseSoftmaxCrossEntropyWithLogits": 1}
 
 # One output, computed element by element from inputs of its shape (or smaller).
@@ -591,6 +593,8 @@ def _forwards(operation: tf.Operation, kind: Kind) -> tuple[int, ...]:
         return ()
     if operation.type == "AddN":
         candidates: Iterable[int] = range(len(operation.inputs))
+    elif operation.type in _FUSED and b"Add" in operation.get_attr("fused_ops"):
+        candidates = [_FUSED_ADDEND]
     else:
         candidates = _FORWARDS.get(operation.type, ())
     output = operation.outputs[_FORWARDED.get(operation.type, 0)]
