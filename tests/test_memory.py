@@ -327,6 +327,41 @@ answer(bytes={op.type: [op.bytes_predicted, op.bytes_measured] for op in operati
     assert entropy == [0, 0]
 
 
+@pytest.mark.parametrize("kind", ["Conv2D", "MatMul"])
+@pytest.mark.parametrize("read_again", [False, True])
+def test_what_is_added_to_a_product_takes_its_buffer_unless_it_is_read_again(
+    kind: str, read_again: bool
+) -> None:
+    """oneDNN computes product, bias and sum as one, into the other summand's buffer."""
+    found = run(
+        f"kind, read_again = {kind!r}, {read_again}"
+        + """
+kernel = tf.Variable(tf.random.stateless_normal((64, 64), (0, 0)))
+bias = tf.Variable(tf.zeros(64))
+
+def step(x):
+    other = tf.tanh(x)
+    if kind == "Conv2D":
+        product = tf.nn.conv2d(x, kernel[None, None], 1, "SAME")
+    else:
+        product = tf.matmul(x, kernel)
+    added = tf.nn.bias_add(product, bias) + other
+    return tf.reduce_sum(added) + (tf.reduce_sum(tf.sqrt(added) * other) if read_again else 0.0)
+
+x = tf.random.stateless_normal((8, 16, 16, 64) if kind == "Conv2D" else (2048, 64), (1, 1))
+planned = remat.function(step, budget="64MiB", profile={}, check=False)
+operations = planned.compiled(x).measure(x).operations
+answer(
+    fused=[[op.bytes_predicted, op.bytes_measured] for op in operations if "Fused" in op.type],
+    size=4 * 64 * 2048,
+)
+""",
+        COUNTED,
+    )
+    taken = found["size"] if read_again else 0
+    assert found["fused"] == [[taken, taken]]
+
+
 def test_rows_of_a_value_take_no_memory_of_their_own() -> None:
     found = run(
         """
