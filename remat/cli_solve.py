@@ -119,7 +119,16 @@ def register(commands: Any) -> None:
 
 def _solve(arguments: argparse.Namespace) -> int:
     from .cli import DONE, INFEASIBLE, INTERRUPTED
-    from .solvers import InfeasibleBudgetError, Plan, PlanError, Status, load_graph, solve
+    from .solvers import (
+        InfeasibleBudgetError,
+        Plan,
+        PlanError,
+        ScheduleError,
+        Status,
+        load_graph,
+        simulate,
+        solve,
+    )
     from .solvers.files import check_writable
 
     graph = load_graph(arguments.graph)
@@ -134,6 +143,10 @@ def _solve(arguments: argparse.Namespace) -> int:
         if plan.graph != graph.fingerprint:
             raise PlanError(f"{arguments.warm_start}: the plan was made for another graph")
         start = plan.schedule
+        try:
+            simulate(graph, start)
+        except ScheduleError as error:
+            raise PlanError(f"{arguments.warm_start}: steps: {error}") from None
     report = _Report(graph, arguments.output, arguments.log == "json")
     settings: dict[str, Any] = {
         "solver": arguments.solver,

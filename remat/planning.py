@@ -377,9 +377,9 @@ def load_plan(prepared: Prepared, plan: Plan) -> Planned:
         truth = simulate_schedule(graph, plan.schedule)
     except ScheduleError as error:
         raise PlanError(f"steps: {error}") from None
-    repriced = replace(
-        plan, graph=graph.fingerprint, cost=truth.cost, overhead=overhead(graph, truth.cost)
-    )
+    repriced = replace(plan, cost=truth.cost, overhead=overhead(graph, truth.cost))
+    if plan.graph != graph.fingerprint:  # a bound is for the costs that it was proven for
+        repriced = replace(repriced, graph=graph.fingerprint, lower_bound=None, gap=None)
     seed = plan.details.get("seed", 0)
     if not isinstance(seed, int) or seed < 0:
         raise PlanError(f"details: seed is {seed!r}; it must be a whole number >= 0")

@@ -119,8 +119,7 @@ class Options:
             value = getattr(self, name)
             if not (isinstance(value, bool) or (value is None and name != "check")):
                 raise TypeError(f"{name} is {value!r}; it is True or False")
-        if isinstance(self.solver, str):
-            check_method(self.solver)
+        check_method(self.solver)
         limit = self.time_limit
         if limit is not None and not (isinstance(limit, numbers.Real) and 0 < limit < math.inf):
             raise ValueError(f"time_limit is {limit!r}; it is a number of seconds above 0")

@@ -119,6 +119,13 @@ class Plan:
             raise PlanError(f"overhead is stated as {self.overhead}, but is {overhead}")
         if self.lower_bound is not None and self.lower_bound > self.cost * (1 + 1e-9):
             raise PlanError(f"lower_bound, {self.lower_bound}, is above the cost, {self.cost}")
+        if self.gap is None:
+            return
+        if self.lower_bound is None:
+            raise PlanError(f"gap is stated as {self.gap}, but there is no lower_bound")
+        gap = (self.cost - self.lower_bound) / graph.cost if graph.cost > 0 else 0.0
+        if not math.isclose(gap, self.gap, rel_tol=1e-6, abs_tol=1e-8):
+            raise PlanError(f"gap is stated as {self.gap}, but is {gap}")
 
     def to_json(self) -> dict[str, Any]:
         """The plan as a ``remat-plan/1`` document."""

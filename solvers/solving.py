@@ -55,9 +55,12 @@ _TICK = 0.05  # seconds between looks at the method
 _LOADING = 1.0  # seconds that annealing may take to load
 
 
-def check_method(name: str) -> None:
-    """Raises ``ValueError`` if there is no method of a name."""
-    if name not in METHODS:
+def check_method(name: str | Method) -> None:
+    """Raises ``ValueError`` if there is no method of a name, ``TypeError`` if it is none."""
+    if not isinstance(name, str):
+        if not callable(name):
+            raise TypeError(f"solver is {name!r}; it is a name, or a method of your own")
+    elif name not in METHODS:
         raise ValueError(f"there is no solver {name!r}; choose one of {', '.join(METHODS)}")
 
 
@@ -67,9 +70,9 @@ def load_method(name: str | Method) -> Method:
     Raises:
       ValueError: if there is none of that name.
     """
+    check_method(name)
     if not isinstance(name, str):
         return name
-    check_method(name)
     module, function = METHODS[name].split(":")
     return getattr(importlib.import_module(f".{module}", __package__), function)
 

@@ -84,6 +84,15 @@ def test_bad_input_is_named_and_ends_with_2(
     assert complaint in done.stderr
 
 
+def test_a_damaged_plan_to_start_from_is_named(chain: Path, tmp_path: Path) -> None:
+    plan, damaged = tmp_path / "plan.json", tmp_path / "damaged.json"
+    remat("solve", chain, "--budget", "50%", "-o", plan)
+    document = json.loads(plan.read_text())
+    damaged.write_text(json.dumps({**document, "steps": document["steps"][:-1]}))
+    done = remat("solve", chain, "--budget", "50%", "--warm-start", damaged, status=2)
+    assert "damaged.json: steps: node" in done.stderr
+
+
 def test_links_and_pipes_stay_what_they_are(chain: Path, tmp_path: Path) -> None:
     link, plan = tmp_path / "link.json", tmp_path / "plan.json"
     link.symlink_to(plan)

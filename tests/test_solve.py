@@ -401,6 +401,7 @@ def test_a_value_that_ten_thousand_nodes_read(solver: str) -> None:
         ({"nodes": [{"cost": 1e-310, "bytes": 1}]}, "another unit"),
         ({"order": [[0, 1]]}, "cannot be recomputable"),
         ({"name": 3}, "name must be text"),
+        ({"name": "\ud800"}, "half of a character"),
         ({"format": "remat-graph/9"}, "this version reads"),
     ],
 )
@@ -472,6 +473,8 @@ def test_a_plan_is_for_its_graph_and_states_the_truth(tmp_path: Path) -> None:
         ({"steps": [99]}, "there is no node 99"),
         ({"steps": ["0"]}, "'0' is not a node index"),
         ({"lower_bound": "x"}, "lower_bound must be a finite number"),
+        ({"lower_bound": plan.cost / 2, "gap": 0.0}, "gap is stated as 0.0, but is"),
+        ({"gap": 0.5, "lower_bound": None}, "there is no lower_bound"),
         ({"budget": None}, "budget must be of type int"),
     ):
         path.write_text(json.dumps({**document, **change}))
