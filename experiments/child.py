@@ -204,18 +204,19 @@ def floor(task: Task) -> dict[str, Any]:
 
 
 def timed(task: Task) -> dict[str, Any]:
-    """Seconds a step, plain and lowered by turns, each in a process of its own: what
-    the one allocates would be beside the other's plan.
+    """Seconds a step, plain and lowered by turns.
 
-    Lowered is the task's plan within its budget, or without one the step with
-    no recomputation, for which there must be memory enough.
+    Lowered is the task's plan within its budget, beside a process that makes the plain
+    steps: what these allocate would be beside the plan.  Without a plan it is the step
+    with no recomputation, for which there must be memory enough; both are run in this
+    process then, since one process that has just computed slows another one down.
     """
     assert task.budget is not None
     training = Training(_case(task))
     lowered = training.compiled(task.budget, task.plan)
     (batch,) = training.case.batches(1)
     turns: list[tuple[float, float]] = []
-    with _plain_beside(task) as plain:
+    with _plain_here(training) if task.plan is None else _plain_beside(task) as plain:
         for _ in range(_WARM_UP):
             plain()
             _seconds(lowered, batch)
@@ -233,6 +234,14 @@ def timed(task: Task) -> dict[str, Any]:
         "lowered_seconds": [seconds for _, seconds in turns],
         "recomputations": _recomputations(lowered),
     }
+
+
+@contextmanager
+def _plain_here(training: Training) -> Iterator[Callable[[], float]]:
+    """The plain step of a training, and its seconds."""
+    step = training.plain_step()
+    (batch,) = training.case.batches(1)
+    yield lambda: _seconds(step, batch)
 
 
 @contextmanager

@@ -11,8 +11,8 @@ budgeted   remat compiles the step for the budget, under a hard limit of the
            allocator equal to it, and trains some steps: the peak as predicted
            and as measured, the seconds that compiling took
 timed      that plan within that limit and plain steps by turns, each in its
-           process; and, in several pairs of processes, the step lowered with
-           no recomputation at all, where memory is ample, against the plain one
+           process; and, in each of several processes, the step lowered with no
+           recomputation at all, where memory is ample, and the plain one by turns
 compared   weights, optimizer slots, averages, losses and predictions after
            some Adam steps, against the plain step: as users run, and with
            --exact in the setting in which TensorFlow agrees with itself
@@ -67,7 +67,7 @@ class Row:
       overhead_predicted, overhead_measured: fractions; overhead_fastest: of the
         fastest step of each kind, which other work has slowed least.
       lowering: seconds of the step lowered without recomputation / plain, the
-        median over pairs of processes; lowering_spread: largest less smallest;
+        median over processes; lowering_spread: largest less smallest;
         lowering_fastest: of the fastest step of each kind.
       differing: arrays that differ in any bit from the plain step's, in the
         exact setting, of all those compared.

@@ -328,9 +328,10 @@ _FORWARDS: dict[str, tuple[int, ...]] = {
     "SoftmaxCrossEntropyWithLogits": (0,),
     "SparseSoftmaxCrossEntropyWithLogits": (0,),
 }
-# ... and for which output, if that is not the first: the gradient, beside the loss.
-# oneDNN adds to what is there already; the inputs before it are the bias and what comes first.
+# ... which oneDNN does with the other summand of a sum that was fused into a product, the
+# input after what is multiplied and the bias ...
 _FUSED, _FUSED_ADDEND = ("_FusedConv2D", "_FusedMatMul"), 3
+# ... and for which output, if that is not the first: the gradient, beside the loss.
 _FORWARDED = {"SoftmaxCrossEntropyWithLogits": 1, "SparseSoftmaxCrossEntropyWithLogits": 1}
 
 # One output, computed element by element from inputs of its shape (or smaller).

@@ -225,9 +225,13 @@ def _check(graph: Graph) -> None:
     count = len(graph.nodes)
     if count == 0:
         raise GraphError("the graph has no nodes")
-    for what, name in (("name", graph.name), *(("a node's name", n.name) for n in graph.nodes)):
-        if any("\ud800" <= character <= "\udfff" for character in name):
-            raise GraphError(f"{what} is {name!a}, half of a character that no file can hold")
+    for name in (graph.name, *(node.name for node in graph.nodes)):
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise GraphError(
+                f"the name {name!a} has half a character, which no file holds"
+            ) from None
     for index, node in enumerate(graph.nodes):
         where = f"node {index} ({node.name})"
         if not isinstance(node.cost, (int, float)) or isinstance(node.cost, bool):

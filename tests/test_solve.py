@@ -401,7 +401,7 @@ def test_a_value_that_ten_thousand_nodes_read(solver: str) -> None:
         ({"nodes": [{"cost": 1e-310, "bytes": 1}]}, "another unit"),
         ({"order": [[0, 1]]}, "cannot be recomputable"),
         ({"name": 3}, "name must be text"),
-        ({"name": "\ud800"}, "half of a character"),
+        ({"name": "\ud800"}, "half a character"),
         ({"format": "remat-graph/9"}, "this version reads"),
     ],
 )
