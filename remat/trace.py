@@ -37,6 +37,7 @@ from .generators import Generators, is_draw, shapes_drawn, share
 from .pieces import CALLS, SHAPES, UnknownFormError, name_of
 
 _ARGUMENT, _RESULT = "_Arg", "_Retval"  # operations of a function's graph
+_ANY_LENGTH = tf.TensorShape([None])  # of a list
 _COUNTING = ("Where", "Unique", "ListDiff", "DynamicPartition", "NonMaxSuppression")
 _HANDLE_DTYPES, _HANDLE_SHAPES = "_handle_dtypes", "_handle_shapes"  # TensorFlow's own names
 Source = type[tf.data.IteratorSpec] | type[tf.OptionalSpec]
@@ -299,7 +300,7 @@ def _list(
     values: tf.Tensor,
     library: Mapping[str, function_pb2.FunctionDef],
     before: Sequence[tf.Tensor] = (),
-) -> tuple[set[int | None], set[tf.TensorShape]]:
+) -> tuple[set[tf.TensorShape], set[tf.TensorShape]]:
     """What is known of a list of tensors.
 
     Args:
@@ -308,39 +309,46 @@ def _list(
       before: lists that turns of loops begin with, about which others say enough.
 
     Returns:
-      The lengths that it may have (None for any), and the shapes that its parts may have.
+      The lengths that it may have, of one dimension each, and the shapes that its parts
+      may have.
     """
     operation, inputs = values.op, values.op.inputs
-    anything: tuple[set[int | None], set[tf.TensorShape]] = ({None}, {tf.TensorShape(None)})
     if any(values.graph is each.graph and values.name == each.name for each in before):
         return set(), set()
     if operation.type in ("Identity", "ZerosLike"):
         return _list(inputs[0], library, before)
     if operation.type == "AddN":  # of lists that are alike
-        alike = [_known(*_list(same, library, before)) for same in inputs]
-        length = next((shape[0] for shape in alike if shape.rank and shape[0] is not None), None)
-        return {length}, {next((s[1:] for s in alike if s[1:].is_fully_defined()), alike[0][1:])}
+        lengths, parts = zip(*(_list(same, library, before) for same in inputs), strict=True)
+        return min(lengths, key=_vague), min(parts, key=_vague)
     if operation.type == "TensorListFromTensor":
-        return {inputs[0].shape[0]}, {inputs[0].shape[1:]}
+        return {inputs[0].shape[:1]}, {inputs[0].shape[1:]}
     if operation.type == "TensorListReserve":
-        return {_constant(inputs[1])}, set()
+        return {tf.TensorShape([_constant(inputs[1])])}, set()
     if operation.type == "TensorListSetItem":
-        lengths, parts = _list(inputs[0], library, before)
+        known, parts = _list(inputs[0], library, before)
         if operation.get_attr("resize_if_index_out_of_bounds"):
-            lengths = {_grown(length, inputs[1]) for length in lengths or {None}}
-        return lengths, parts | {inputs[2].shape}
+            known = {_grown(length, inputs[1]) for length in known or {_ANY_LENGTH}}
+        return known, parts | {inputs[2].shape}
     if operation.type in loops.LOOPS and _static(inputs):
         body, slot = _body(operation.get_attr("body"), inputs, library), values.value_index
-        lengths, parts = _list(inputs[slot], library, before)
+        known, parts = _list(inputs[slot], library, before)
         after = _list(body.results[slot], library, [*before, body.arguments[slot]])
-        return lengths | after[0], parts | after[1]
-    return anything
+        return known | after[0], parts | after[1]
+    return {_ANY_LENGTH}, {tf.TensorShape(None)}
 
 
-def _grown(length: int | None, index: tf.Tensor) -> int | None:
+def _vague(shapes: Collection[tf.TensorShape]) -> tuple[bool, int]:
+    """A key by which one certain shape comes first, then what others say enough about."""
+    certain = len(shapes) == 1 and all(shape.is_fully_defined() for shape in shapes)
+    return not certain, len(shapes)
+
+
+def _grown(length: tf.TensorShape, index: tf.Tensor) -> tf.TensorShape:
     """The length of a list once there is a part of some index."""
     position = _constant(index)
-    return None if length is None or position is None else max(length, position + 1)
+    if length[0] is None or position is None:
+        return _ANY_LENGTH
+    return tf.TensorShape([max(length[0], position + 1)])
 
 
 def _constant(number: tf.Tensor) -> int | None:
@@ -349,11 +357,13 @@ def _constant(number: tf.Tensor) -> int | None:
     return None if value is None else int(value)
 
 
-def _known(lengths: Collection[int | None], parts: Collection[tf.TensorShape]) -> tf.TensorShape:
+def _known(
+    lengths: Collection[tf.TensorShape], parts: Collection[tf.TensorShape]
+) -> tf.TensorShape:
     """The shape of a list's stacked parts, as far as there is only one that it may have."""
-    (length,) = lengths if len(lengths) == 1 else (None,)
+    (length,) = lengths if len(lengths) == 1 else (_ANY_LENGTH,)
     (part,) = parts if len(parts) == 1 else (tf.TensorShape(None),)
-    return tf.TensorShape([length]).concatenate(part)
+    return length.concatenate(part)
 
 
 def _returned(
