@@ -15,8 +15,9 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +217,8 @@ def timed(task: Task) -> dict[str, Any]:
     lowered = training.compiled(task.budget, task.plan)
     (batch,) = training.case.batches(1)
     turns: list[tuple[float, float]] = []
-    with _plain_here(training) if task.plan is None else _plain_beside(task) as plain:
+    here = nullcontext(partial(_seconds, training.plain_step(), batch))
+    with here if task.plan is None else _plain_beside(task) as plain:
         for _ in range(_WARM_UP):
             plain()
             _seconds(lowered, batch)
@@ -234,14 +236,6 @@ def timed(task: Task) -> dict[str, Any]:
         "lowered_seconds": [seconds for _, seconds in turns],
         "recomputations": _recomputations(lowered),
     }
-
-
-@contextmanager
-def _plain_here(training: Training) -> Iterator[Callable[[], float]]:
-    """The plain step of a training, and its seconds."""
-    step = training.plain_step()
-    (batch,) = training.case.batches(1)
-    yield lambda: _seconds(step, batch)
 
 
 @contextmanager

@@ -298,11 +298,12 @@ def prepare(
     if split:
         rewritten = split_updates(rewritten, unpriced)
     say(f"pricing {len(rewritten.ops)} operations")
-    as_plain, prices = price(
-        [program, rewritten],
+    priced = price(
+        [program] if rewritten is program else [program, rewritten],
         profile,
         progress=lambda done, total, s: say(f"measuring operation {done + 1} of {total}: {s.op}"),
     )
+    as_plain, prices = priced[0], priced[-1]
     usage = plain_usage(plain_requests(program, as_plain.workspace), pool)
     extraction = extract(
         rewritten,

@@ -68,7 +68,7 @@ def load_method(name: str | Method) -> Method:
     """The method of a name; a method of the user's own is returned as it is.
 
     Raises:
-      ValueError: if there is none of that name.
+      ValueError, TypeError: if there is none of that name, or it is none.
     """
     check_method(name)
     if not isinstance(name, str):
