@@ -7,6 +7,9 @@ the whole step with Adam as TensorFlow has optimised it, priced for a device.
 
     python -m experiments.accounting layers:U-Net:32 -o unet.json
     python -m experiments.accounting step:VGG16:256 --device h200 -o vgg16.json
+    python -m experiments.accounting step:ViT:16 -o vit.json
+
+A step may also be that of a network of ``experiments.models``.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from remat.solvers import Graph, save_graph
 from remat.solvers.graph import Node
 
+from .models import CASES, Case, case_of
 from .networks import NETWORKS
 
 if TYPE_CHECKING:
@@ -129,6 +133,13 @@ def step_graph(model: keras.Model, name: str, batch: int, device: str = DEVICE) 
     return traced_graph(function, specs, f"{name}-{batch}", device)
 
 
+def _case_graph(case: Case, device: str) -> Graph:
+    from remat.compile import one_step_of
+
+    function = one_step_of(case.model(), case.loss(), case.optimizer())
+    return traced_graph(function, case.specs(), f"{case.name}-{case.inputs[0]}", device)
+
+
 def traced_graph(
     function: Callable[..., Any], specs: Sequence[tf.TensorSpec], name: str, profile: str
 ) -> Graph:
@@ -159,16 +170,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     accounting, _, rest = asked.name.partition(":")
     network, _, batch = rest.partition(":")
-    if accounting not in ACCOUNTINGS or network not in NETWORKS or not batch.isdigit():
+    networks = [*NETWORKS, *(CASES if accounting == "step" else ())]
+    if accounting not in ACCOUNTINGS or network not in networks or not batch.isdigit():
         parser.error(
             f"{asked.name!r} is not ACCOUNTING:NETWORK:BATCH, with one of "
-            f"{', '.join(ACCOUNTINGS)} and one of {', '.join(NETWORKS)}"
+            f"{', '.join(ACCOUNTINGS)} and one of {', '.join(dict.fromkeys(networks))}"
         )
-    model = NETWORKS[network].model()
-    if accounting == "layers":
-        graph = layer_graph(model, network, int(batch))
+    if network not in NETWORKS:
+        graph = _case_graph(case_of(network, int(batch)), asked.device)
+    elif accounting == "layers":
+        graph = layer_graph(NETWORKS[network].model(), network, int(batch))
     else:
-        graph = step_graph(model, network, int(batch), asked.device)
+        graph = step_graph(NETWORKS[network].model(), network, int(batch), asked.device)
     save_graph(graph, asked.output)
 
 

@@ -210,24 +210,28 @@ def _embedded(case: Case, inputs: Any, width: int, vocabulary: int) -> Any:
     return x + keras.layers.Embedding(length, width)(np.arange(length))
 
 
-def _transformer(case: Case) -> keras.Model:
+def _transformer(case: Case, layers: int = 4) -> keras.Model:
     """A Transformer encoder that classifies sequences of tokens."""
     import keras
 
     inputs = keras.Input(case.inputs[1:], dtype=case.dtype)
-    x = _blocks(_embedded(case, inputs, 256, 1000), layers=4, width=256, heads=8)
+    x = _blocks(_embedded(case, inputs, 256, 1000), layers, width=256, heads=8)
     x = keras.layers.GlobalAveragePooling1D()(x)
     return keras.Model(inputs, keras.layers.Dense(case.classes)(x), name="transformer")
 
 
-def _decoder(case: Case) -> keras.Model:
+def _decoder(case: Case, layers: int = 4) -> keras.Model:
     """A Transformer decoder that says for every token which one comes next."""
     import keras
 
     inputs = keras.Input(case.inputs[1:], dtype=case.dtype)
     x = _embedded(case, inputs, 128, case.classes)
-    x = _blocks(x, layers=4, width=128, heads=4, causal=True)
+    x = _blocks(x, layers, width=128, heads=4, causal=True)
     return keras.Model(inputs, keras.layers.Dense(case.classes)(x), name="decoder")
+
+
+def _deep(build: Callable[[Case, int], keras.Model]) -> Callable[[Case], keras.Model]:
+    return lambda case: build(case, 12)
 
 
 def _vision_transformer(case: Case, patch: int = 8, width: int = 192) -> keras.Model:
@@ -339,6 +343,9 @@ CASES = {
         _image_case("MobileNetV3Small", 32, 160),
         _image_case("EfficientNetB0", 16, 128),
         _image_case("InceptionV3", 16, 139),
+        # As deep as BERT and GPT-2, for the solvers.
+        Case("DeepTransformer", _deep(_transformer), _sequences, (16, 128), (16,), dtype="int32"),
+        Case("DeepDecoder", _deep(_decoder), _walks, (8, 128), (8, 128), 2000, "int32"),
         # To try an experiment out, in a minute.
         Case("SmallUNet", _small_unet, _discs, (8, 96, 96, 3), (8, 96, 96), classes=2),
         # For its floor: one kernel of 25,088 x 4,096.

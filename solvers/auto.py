@@ -8,13 +8,14 @@ a good start on training graphs of any size; then the program over moments
 (``moments``), whose solutions, even those above the budget, are the best starts
 there are: a cool annealing makes them fit.
 Where the gap cover proves anything, the default time limit is extended; and again
-where a small program over moments is cut short and the gap is still wide.
+where a program over moments is cut short and the gap is still wide, but in reach.
 Otherwise workers anneal: the latest such suggestion, again and again with other
 seeds, and in between the best so far; where there is no suggestion, the given
-order.  Where that is far above a tight budget, any schedule within it is found
-first, at any cost, and this one is heated again and again.  ``solve`` stops the
-method once the best schedule meets the bound.  A single worker does one after
-the other.
+order.  What comes of a suggestion then gets the best recomputations for its order
+(``moments.refine_order``), which no annealing of that length finds.
+Where a start is far above a tight budget, any schedule within it is found first, at
+any cost, and this one is heated again and again.  ``solve`` stops the method once
+the best schedule meets the bound.  A single worker does one after the other.
 
 The parts cite their papers.  Complexity: it takes the time that it is given;
 see the parts.
@@ -36,7 +37,7 @@ from .gap_cover import REPAIR, lower_bound
 from .griewank import griewank
 from .method import Monitor, Outcome, Problem
 from .mip import prepare
-from .moments import BACKEND, refine
+from .moments import BACKEND, refine, refine_order
 from .schedule import Schedule, simulate
 
 _HEURISTICS = (feng_huang, chen_greedy, griewank)
@@ -47,17 +48,20 @@ _HEURISTICS = (feng_huang, chen_greedy, griewank)
 _COLD_START, _REHEAT, _POLISH, _HEAT = 0.3, 0.1, 0.03, 1.0
 # Times the budget: up to here a start needs polishing only, from here on that is in vain.
 _NEAR, _FAR = 1.02, 1.3
-_ROUND = 0.2  # share of the time limit that one annealing takes, at least
+# Share of the time limit that one annealing takes, at least; where nothing will be suggested.
+_ROUND, _ROUND_HOPELESS = 0.1, 0.2
 _SHORT = 0.04  # the same once there is something to polish: more seeds find more than more moves
 # Nodes of a graph on which one annealing takes all the time: in general; where nothing will
 # be suggested; of one that polishes.
 _WHOLE, _WHOLE_HOPELESS, _WHOLE_POLISH = 10_000, 1000, 40_000
+_ORDER = 0.1  # share of the time that the programs for one order may take
+_MOST_ORDER = 0.4  # the same once they were not solved in less
 _EARLY = 0.15  # share of the time that each heuristic may take
 _SHARE = 0.4  # of the time for proofs, if there is one worker only
 _HOPEFUL_SHARE = 0.85  # of one worker's time for proofs, if there are more
 _HOPELESS_SHARE = 0.25  # if they promise little
 _START = 1.0  # seconds that proofs get in any case: solvers take a while to start
-_SMALL = 2000  # variables of a program that is solved within tens of seconds
+_WITHIN_REACH = 0.02  # a gap (as a fraction) that more time for proofs may close
 _DENSE = 50_000  # edges beyond which a program takes longer to build than it is worth
 _LARGE = 2000  # nodes from which on a cold start does not pay
 
@@ -101,7 +105,7 @@ def _prove(board: _Board) -> None:
     problem, monitor = board.problem, board.monitor
     if monitor.should_stop() or len(problem.graph.edges) > _DENSE:
         return
-    prepare(BACKEND)
+    prepare(BACKEND, min(2, problem.workers))
     began = monitor.elapsed()
     bound, start = lower_bound(problem, monitor)
     monitor.bounded(bound)
@@ -116,8 +120,8 @@ def _prove(board: _Board) -> None:
         board.offer(start, REPAIR)
     left: list[float] = []  # seconds of the usual time
 
-    def more(columns: int) -> float:
-        if not board.hopeful or columns > _SMALL:
+    def more(bound: float) -> float:
+        if not board.hopeful or board.cost - bound > _WITHIN_REACH * problem.graph.cost:
             return 0.0
         left.append(monitor.remaining())
         return monitor.persist()
@@ -140,7 +144,7 @@ class _Board:
         self.problem = problem
         self.monitor = monitor
         self._best: Schedule | None = None
-        self._cost = float("inf")
+        self.cost = float("inf")
         # What to try every other time, and its first temperature; whether it is yet untried.
         given = tuple(range(len(problem.graph)))
         self._start: tuple[Schedule, float] = given, _COLD_START
@@ -152,8 +156,10 @@ class _Board:
         self.hopeful = True  # that proofs will suggest something
         seconds, count = monitor.remaining(), len(problem.graph)
         self._round = max(0.3, max(_ROUND, count / _WHOLE) * seconds)
-        self._long = max(0.3, max(_ROUND, count / _WHOLE_HOPELESS) * seconds)
+        self._long = max(0.3, max(_ROUND_HOPELESS, count / _WHOLE_HOPELESS) * seconds)
         self._short = max(_SHORT, count / _WHOLE_POLISH) * seconds
+        self._order, self._most_order = _ORDER * seconds, _MOST_ORDER * seconds
+        self._annealing_until = 0.0
         self._lock = threading.Lock()
 
     def offer(self, schedule: Schedule, hot: float) -> None:
@@ -173,8 +179,8 @@ class _Board:
                     self._start, self._fresh = (schedule, hot), True
                     self._far, self._vain = far, False
                     self._start_cost = truth.cost
-            elif truth.cost < self._cost:
-                self._best, self._cost = schedule, truth.cost
+            elif truth.cost < self.cost:
+                self._best, self.cost = schedule, truth.cost
 
     def anneal(self, turn: int, seed: int) -> None:
         """One annealing; what it finds goes on the board."""
@@ -198,6 +204,32 @@ class _Board:
             self._failed |= found is None
             if found is None and start is self._start[0]:
                 self._vain = self._far
+            improving = found is not None and hot == _POLISH and self._may_improve()
+            if improving:
+                self._annealing_until = float("inf")
+        if improving and found is not None:
+            began, cost = self.monitor.elapsed(), self.cost
+            self._improve(found, seed)
+            ended = self.monitor.elapsed()
+            self._annealing_until = ended + (0.0 if self.cost < cost else ended - began)
+
+    def _may_improve(self) -> bool:
+        """One worker at a time, half of its time if in vain, while programs are solved in it."""
+        rested = self.monitor.elapsed() >= self._annealing_until
+        return rested and self._order <= self._most_order
+
+    def _improve(self, schedule: Schedule, seed: int) -> None:
+        """Makes the most of the order in which the nodes of a schedule run first."""
+        problem, monitor = self.problem, self.monitor
+        cheapest = refine_order(problem, monitor, schedule, self._order)
+        if cheapest is None:
+            self._order *= 2
+        elif simulate(problem.graph, cheapest).peak <= problem.budget:
+            self.offer(cheapest, _POLISH)
+        else:
+            found = anneal_once(problem, monitor, cheapest, seed, _POLISH, self._short)
+            if found is not None:
+                self.offer(found, _POLISH)
 
     def _reach(self, seed: int) -> None:
         """Looks for any schedule within the budget, or else for the least peak."""

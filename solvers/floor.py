@@ -51,6 +51,18 @@ def precedence(graph: Graph) -> Precedence:
         reached = descendants[index] | (1 << index)
         for source in before[index]:
             descendants[source] |= reached
+    return _precedence(graph, ancestors, descendants)
+
+
+def given_order(graph: Graph) -> Precedence:
+    """As if the given order were the only one in which the nodes may run first."""
+    everything = (1 << len(graph)) - 1
+    ancestors = [(1 << index) - 1 for index in range(len(graph))]
+    descendants = [everything & ~(ancestors[index] | 1 << index) for index in range(len(graph))]
+    return _precedence(graph, ancestors, descendants)
+
+
+def _precedence(graph: Graph, ancestors: list[int], descendants: list[int]) -> Precedence:
     everything = (1 << len(graph)) - 1
     final = [0 if node.recomputable else everything for node in graph.nodes]
     for reader, writer in graph.order:

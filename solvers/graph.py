@@ -24,7 +24,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -131,6 +131,26 @@ class Graph:
             sorted(self.order),
         ]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def reordered(self, order: Sequence[int]) -> Graph:
+        """The same graph with its nodes in another topological order: node ``order[i]``
+        becomes node i.
+
+        Raises:
+          GraphError: if the order is none.
+        """
+        place = {index: position for position, index in enumerate(order)}
+        return Graph(
+            name=self.name,
+            nodes=tuple(
+                node if node.forward is None else replace(node, forward=place[node.forward])
+                for node in (self.nodes[index] for index in order)
+            ),
+            edges=tuple((place[a], place[b]) for a, b in self.edges),
+            resident=self.resident,
+            outputs=tuple(place[index] for index in self.outputs),
+            order=tuple((place[a], place[b]) for a, b in self.order),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The graph as a ``remat-graph/1`` document."""

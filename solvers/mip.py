@@ -174,7 +174,10 @@ def solve_mip(
     np.savez(question, time_limit=time_limit, relative_gap=relative_gap, **vars(formulation))
     until = time.monotonic() + time_limit + _GRACE
     idle = _idle.setdefault(backend, [])
-    child = idle.pop() if idle else _Child(backend)
+    try:
+        child = idle.pop()
+    except IndexError:  # another thread may have the one that was there
+        child = _Child(backend)
     with ThreadPoolExecutor(1, "remat-mip") as pool:
         job = pool.submit(child.ask, question.getvalue())
         while not wait([job], _TICK).done:
@@ -195,11 +198,15 @@ def solve_mip(
         )
 
 
-def prepare(backend: str) -> None:
-    """Starts a solver that will be needed: starting takes longer than most programs do."""
+def prepare(backend: str, count: int = 1) -> None:
+    """Starts solvers that will be needed: starting takes longer than most programs do.
+
+    Args:
+      backend: "cbc" or "highs".
+      count: programs that will be solved at the same time.
+    """
     idle = _idle.setdefault(backend, [])
-    if not idle:
-        idle.append(_Child(backend))
+    idle += [_Child(backend) for _ in range(count - len(idle))]
 
 
 class _Child:

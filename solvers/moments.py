@@ -66,7 +66,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .best import check_options
-from .floor import Precedence, first_run_bytes, precedence
+from .floor import Precedence, first_run_bytes, given_order, precedence
 from .graph import Graph
 from .method import Monitor, Outcome, Problem
 from .mip import Builder, Formulation, solve_mip
@@ -77,6 +77,8 @@ from .schedule import Schedule, simulate
 _GAPS = (3e-4, 1e-4, 0.0)
 _MOST = 40  # moments
 _FLOATING = 1000  # nodes times moments and floats up to which there are any
+_PEAKS = 12  # twice the moments that a given schedule's order is looked at first at, at most
+_HIGH = 0.95  # of the peak, what is one too
 _NEXT = 2  # stages after the first that floats cut
 BACKEND = "highs"
 
@@ -123,7 +125,7 @@ def refine(
     monitor: Monitor,
     found: Callable[[Schedule], None],
     seconds: float = math.inf,
-    more: Callable[[int], float] = lambda columns: 0.0,
+    more: Callable[[float], float] = lambda bound: 0.0,
 ) -> None:
     """Proves bounds and finds schedules until one meets the other.
 
@@ -132,8 +134,8 @@ def refine(
       monitor: told of every bound.
       found: told of every schedule; all but the last may be above the budget.
       seconds: to take, at most what the monitor leaves.
-      more: asked, with the number of its variables, when they end before a program
-        is solved; it says how many seconds to add.
+      more: asked, with the best bound so far, when they end before a program is solved;
+        it says how many seconds to add.
     """
     until = monitor.elapsed() + seconds
     graph, budget = problem.graph, problem.budget
@@ -145,6 +147,7 @@ def refine(
     inner: list[int] = []
     floats: list[int] = []
     level = 0
+    bound = -math.inf
     while monitor.elapsed() < until and not monitor.should_stop() and len(moments) < _MOST:
         new, within = _refinement(
             graph, order, needed, schedule, budget, moments, [*inner, *floats]
@@ -168,9 +171,10 @@ def refine(
                 relative_gap=_GAPS[level],
                 should_stop=monitor.should_stop,
             )
-            monitor.bounded(graph.cost * solution.bound / 100)
+            bound = max(bound, graph.cost * solution.bound / 100)
+            monitor.bounded(bound)
             cut_short = solution.status in ("stopped", "feasible")
-            added = more(len(program.formulation.cost)) if cut_short else 0.0
+            added = more(bound) if cut_short else 0.0
             if not added:
                 break
             until += added
@@ -178,6 +182,69 @@ def refine(
             return
         schedule = decode(graph, program, solution.values)
         found(schedule)
+
+
+def refine_order(
+    problem: Problem,
+    monitor: Monitor,
+    schedule: Schedule,
+    seconds: float,
+) -> Schedule | None:
+    """The cheapest schedule whose nodes run first in the order of a given one, or nearly.
+
+    Any node may be a moment then, and programs are smaller, so that schedules soon fit.
+    The given one's peaks are the first moments.  Nothing is proven for other orders.
+
+    Args:
+      problem: what is to be solved.
+      monitor: not told of bounds.
+      schedule: the given one, within the budget.
+      seconds: to take, at most what the monitor leaves.
+
+    Returns:
+      A schedule, which may be above the budget if time ran out; None if not even one
+      program was solved in that time.
+    """
+    until = monitor.elapsed() + seconds
+    first_runs = tuple(dict.fromkeys(schedule))
+    place = {index: position for position, index in enumerate(first_runs)}
+    graph = problem.graph.reordered(first_runs)
+    order = given_order(graph)
+    _, needed = first_run_bytes(graph, order)
+    moments = _peaks(graph, tuple(place[index] for index in schedule))
+    inner: list[int] = []
+    latest: Schedule | None = None
+    while monitor.elapsed() < until and not monitor.should_stop() and len(moments) < _MOST:
+        program = formulate(graph, order, problem.budget, moments, inner)
+        solution = solve_mip(
+            program.formulation,
+            time_limit=min(monitor.remaining(), until - monitor.elapsed()),
+            backend=problem.options.get("backend", BACKEND),
+            relative_gap=_GAPS[0],
+            should_stop=monitor.should_stop,
+        )
+        if solution.values is None or solution.status != "optimal":
+            break
+        latest = decode(graph, program, solution.values)
+        new, within = _refinement(graph, order, needed, latest, problem.budget, moments, inner)
+        if not new and not within:
+            break
+        moments = sorted([*moments, *new])
+        inner += within
+    return None if latest is None else tuple(first_runs[index] for index in latest)
+
+
+def _peaks(graph: Graph, schedule: Schedule) -> list[int]:
+    """The first runs that take most memory, some way from each other; in their order."""
+    memory = simulate(graph, schedule).memory
+    first_runs = {index: event for event, index in reversed([*enumerate(schedule)])}
+    peaks: list[int] = []
+    for index in sorted(first_runs, key=lambda index: -memory[first_runs[index]]):
+        event = first_runs[index]
+        near = any(abs(event - first_runs[peak]) < len(schedule) / _PEAKS for peak in peaks)
+        if not near and memory[event] >= _HIGH * max(memory):
+            peaks.append(index)
+    return sorted(peaks[: _PEAKS // 2])
 
 
 def formulate(

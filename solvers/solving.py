@@ -49,7 +49,7 @@ CLOSE_GAP = 1e-4
 """A gap, as a fraction of the overhead, at which a solve ends: more time is not worth it."""
 
 _LONG = 6.5  # seconds that a solve of any graph may take by default, if a proof may be in reach
-_LONGEST = 20.0  # the same where it would otherwise end with a wide gap
+_LONGEST = 30.0  # the same where it would otherwise end with a wide gap
 _WIDE = 0.005  # from here on a gap (as a fraction) is
 _TICK = 0.05  # seconds between looks at the method
 _LOADING = 1.0  # seconds that annealing may take to load
@@ -81,7 +81,7 @@ def default_time_limit(graph: Graph) -> float:
     """Seconds that ``solve`` takes if not told: 2 to 7 for up to 350 nodes, at most 30.
 
     ``auto`` takes up to 6.5 for smaller graphs, too, if a proof may be in reach, and up
-    to 20 if without it the gap would be above half a point.
+    to 30 if without it the gap would be above half a point, but below two.
     """
     share = len(graph) / 50
     return min(30.0, max(share, min(2.2 + share, _LONG)))

@@ -154,7 +154,7 @@ def test_budget_and_overhead_that_cannot_both_be_met() -> None:
     assert solve(CHAIN, below.least_budget, **limits, time_limit=5).schedule is not None  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("limits", "longest"), [({}, 20.0), ({"time_limit": 1.0}, 1.0)])
+@pytest.mark.parametrize(("limits", "longest"), [({}, 30.0), ({"time_limit": 1.0}, 1.0)])
 def test_only_the_default_time_limit_is_extended_for_a_proof(
     limits: dict[str, Any], longest: float
 ) -> None:

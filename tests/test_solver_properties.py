@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from remat.solvers import Graph, Node, Result, Status, frontier, simulate, solve
 from remat.solvers.floor import precedence
+from remat.solvers.method import Monitor, Problem
 from remat.solvers.mip import solve_mip
-from remat.solvers.moments import decode, formulate
+from remat.solvers.moments import decode, formulate, refine_order
 from remat.solvers.solving import METHODS, OPTIMAL_GAP
 
 # OR-tools cannot share a process with TensorFlow: "moccasin" is in test_published_methods.
@@ -137,6 +138,20 @@ def test_any_program_over_moments_is_a_bound(
     else:
         assert graph.cost * solution.bound / 100 <= least * (1 + 1e-6)
         simulate(graph, decode(graph, program, solution.values))  # legal
+
+
+@few(60)
+@given(graphs(most=9), PARTS)
+def test_the_best_of_an_order_is_no_dearer_than_what_the_order_is_from(
+    graph: Graph, part: float
+) -> None:
+    budget = int(plain_peak(graph) * part)
+    schedule = run(graph, budget, "anneal", moves=300).schedule
+    if schedule is None:
+        return
+    found = refine_order(Problem(graph, budget), Monitor(20), schedule, 20)
+    assert found is not None
+    assert simulate(graph, found).cost <= simulate(graph, schedule).cost * (1 + 1e-3)
 
 
 def test_a_node_that_floats_may_become_a_moment() -> None:
