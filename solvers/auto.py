@@ -124,7 +124,9 @@ def _prove(board: _Board) -> None:
         if not board.hopeful or board.cost - bound > _WITHIN_REACH * problem.graph.cost:
             return 0.0
         left.append(monitor.remaining())
-        return monitor.persist()
+        added = monitor.persist()
+        board.plan_for(monitor.elapsed() + monitor.remaining())
+        return added
 
     refine(
         problem,
@@ -158,9 +160,13 @@ class _Board:
         self._round = max(0.3, max(_ROUND, count / _WHOLE) * seconds)
         self._long = max(0.3, max(_ROUND_HOPELESS, count / _WHOLE_HOPELESS) * seconds)
         self._short = max(_SHORT, count / _WHOLE_POLISH) * seconds
-        self._order, self._most_order = _ORDER * seconds, _MOST_ORDER * seconds
         self._annealing_until = 0.0
         self._lock = threading.Lock()
+        self.plan_for(seconds)
+
+    def plan_for(self, seconds: float) -> None:
+        """Sets how long programs for one order may take in a solve of so many seconds."""
+        self._order, self._most_order = _ORDER * seconds, _MOST_ORDER * seconds
 
     def offer(self, schedule: Schedule, hot: float) -> None:
         """Leaves a schedule; if it is above the budget, to be annealed from a temperature.
