@@ -139,6 +139,8 @@ class Graph:
         Raises:
           GraphError: if the order is none.
         """
+        if sorted(order) != list(range(len(self))):
+            raise GraphError(f"an order of {self.name} has each of its {len(self)} nodes once")
         place = {index: position for position, index in enumerate(order)}
         return Graph(
             name=self.name,

@@ -122,5 +122,10 @@ class _Server:
         clock.start()
         try:
             return int(stdout.readline())
+        except BaseException:  # pytest's time limit, Ctrl-C: an answer is still to come
+            os.kill(process, signal.SIGKILL)
+            self._process.kill()
+            _server.cache_clear()
+            raise
         finally:
             clock.cancel()

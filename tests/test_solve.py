@@ -458,6 +458,25 @@ def test_a_graph_file_comes_back_as_it_was(tmp_path: Path) -> None:
     assert load_graph(tmp_path / "graph.json") == graph
 
 
+def test_a_graph_in_another_order_is_the_same_graph() -> None:
+    order = (0, 2, 1, 3)
+    graph = Graph(
+        "diamond",
+        (Node("a", 1, 4), Node("b", 2, 4, forward=0), Node("c", 3, 1), Node("d", 4, 2)),
+        ((0, 1), (0, 2), (1, 3), (2, 3)),
+        resident=5,
+        outputs=(3,),
+    )
+    other = graph.reordered(order)
+    assert [node.name for node in other.nodes] == ["a", "c", "b", "d"]
+    there = simulate(graph, order)
+    here = simulate(other, range(4))
+    assert (here.cost, here.memory) == (there.cost, there.memory)
+    for wrong in ((0, 1, 2), (1, 0, 2, 3), (0, 1, 1, 3)):
+        with pytest.raises(GraphError):
+            graph.reordered(wrong)
+
+
 def test_a_plan_is_for_its_graph_and_states_the_truth(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan = solve(CHAIN, 9, solver="griewank").to_plan(CHAIN)
