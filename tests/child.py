@@ -7,16 +7,11 @@ that and say so.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
-import threading
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,61 +66,20 @@ def peak_of(run):
 """
 
 
-# What TensorFlow reads while it is imported.
-_AT_IMPORT = ("TF_ENABLE_ONEDNN_OPTS",)
-
-
 def run(body: str, environment: dict[str, str], timeout: float = 300) -> dict[str, Any]:
     """Runs ``body`` after the prelude and returns what it passed to ``answer``."""
     program = _PRELUDE + textwrap.dedent(body)
-    settings = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment}
-    server = _server(*(settings.get(name) for name in _AT_IMPORT))
-    with tempfile.NamedTemporaryFile("r") as output, tempfile.NamedTemporaryFile("r") as errors:
-        ended = server.run(program, settings, output.name, errors.name, timeout)
-        said = output.read()
-        assert ended == 0, f"the process ended with {ended}\n{said}\n{errors.read()[-4000:]}"
-    (line,) = [s for s in said.splitlines() if s.startswith("ANSWER ")]
+    finished = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert finished.returncode == 0, (
+        f"the process ended with {finished.returncode}\n{finished.stdout}\n"
+        f"{finished.stderr[-4000:]}"
+    )
+    (line,) = [s for s in finished.stdout.splitlines() if s.startswith("ANSWER ")]
     return json.loads(line.removeprefix("ANSWER "))
-
-
-@cache
-def _server(*at_import: str | None) -> _Server:
-    settings = dict(zip(_AT_IMPORT, at_import, strict=True))
-    return _Server({name: value for name, value in settings.items() if value is not None})
-
-
-class _Server:
-    """A process that forks for each program; see ``fork_server``."""
-
-    def __init__(self, at_import: dict[str, str]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("fork_server.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **at_import},
-            cwd=ROOT,
-        )
-        atexit.register(self._process.kill)
-
-    def run(
-        self, program: str, environment: dict[str, str], output: str, errors: str, timeout: float
-    ) -> int:
-        """Runs a program to its end, or kills it; returns its exit code."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        request = {"program": program, "environment": environment}
-        print(json.dumps({**request, "output": output, "errors": errors}), file=stdin, flush=True)
-        process = int(stdout.readline())
-        clock = threading.Timer(timeout, os.kill, (process, signal.SIGKILL))
-        clock.start()
-        try:
-            return int(stdout.readline())
-        except BaseException:  # pytest's time limit, Ctrl-C: an answer is still to come
-            os.kill(process, signal.SIGKILL)
-            self._process.kill()
-            _server.cache_clear()
-            raise
-        finally:
-            clock.cancel()
