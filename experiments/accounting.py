@@ -130,27 +130,27 @@ def step_graph(model: keras.Model, name: str, batch: int, device: str = DEVICE) 
         tf.TensorSpec((batch, *model.output_shape[1:-1]), tf.int32),
     ]
     function = one_step_of(model, "sparse_categorical_crossentropy", "adam")
-    return traced_graph(function, specs, f"{name}-{batch}", device)
+    return _traced_graph(function, specs, f"{name}-{batch}", device)
 
 
-def _case_graph(case: Case, device: str) -> Graph:
-    from remat.compile import one_step_of
-
-    function = one_step_of(case.model(), case.loss(), case.optimizer())
-    return traced_graph(function, case.specs(), f"{case.name}-{case.inputs[0]}", device)
-
-
-def traced_graph(
-    function: Callable[..., Any], specs: Sequence[tf.TensorSpec], name: str, profile: str
-) -> Graph:
-    """The graph of a step that solvers see.
+def case_graph(case: Case, name: str, profile: str) -> Graph:
+    """The whole training step of a network of ``experiments.models``.
 
     Args:
-      function: the step.
-      specs: of its arguments.
+      case: the network and its batch.
       name: the graph's, for people.
       profile: what prices operations: see ``remat trace --profile``.
     """
+    from remat.compile import one_step_of
+
+    function = one_step_of(case.model(), case.loss(), case.optimizer())
+    return _traced_graph(function, case.specs(), name, profile)
+
+
+def _traced_graph(
+    function: Callable[..., Any], specs: Sequence[tf.TensorSpec], name: str, profile: str
+) -> Graph:
+    """The graph of a step that solvers see; ``specs`` are of its arguments."""
     from remat.planning import prepare, read
 
     traced, program = read(function, specs)
@@ -177,11 +177,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{', '.join(ACCOUNTINGS)} and one of {', '.join(dict.fromkeys(networks))}"
         )
     if network not in NETWORKS:
-        graph = _case_graph(case_of(network, int(batch)), asked.device)
-    elif accounting == "layers":
-        graph = layer_graph(NETWORKS[network].model(), network, int(batch))
+        case = case_of(network, int(batch))
+        graph = case_graph(case, f"{network}-{batch}", asked.device)
     else:
-        graph = step_graph(NETWORKS[network].model(), network, int(batch), asked.device)
+        model = NETWORKS[network].model()
+        if accounting == "layers":
+            graph = layer_graph(model, network, int(batch))
+        else:
+            graph = step_graph(model, network, int(batch), asked.device)
     save_graph(graph, asked.output)
 
 

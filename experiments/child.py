@@ -26,12 +26,11 @@ import numpy as np
 import tensorflow as tf
 
 import remat
-from remat.compile import one_step_of
 from remat.device import default_device
 from remat.plots import of_allocations
 from remat.timeline import record
 
-from .accounting import traced_graph
+from .accounting import case_graph
 from .blocks import Blocks
 from .models import Case, case_of
 from .process import Task, serve, start
@@ -192,9 +191,7 @@ def budgeted(task: Task) -> dict[str, Any]:
 
 def graph(task: Task) -> dict[str, Any]:
     """The graph of the step that solvers see, priced on this device."""
-    case = _case(task)
-    one_step = one_step_of(case.model(), case.loss(), case.optimizer())
-    return {"graph": traced_graph(one_step, case.specs(), task.model, "auto").to_json()}
+    return {"graph": case_graph(_case(task), task.model, "auto").to_json()}
 
 
 def floor(task: Task) -> dict[str, Any]:

@@ -220,6 +220,10 @@ def _transformer(case: Case, layers: int = 4) -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(case.classes)(x), name="transformer")
 
 
+def _deep_transformer(case: Case) -> keras.Model:
+    return _transformer(case, layers=12)
+
+
 def _decoder(case: Case, layers: int = 4) -> keras.Model:
     """A Transformer decoder that says for every token which one comes next."""
     import keras
@@ -230,8 +234,8 @@ def _decoder(case: Case, layers: int = 4) -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(case.classes)(x), name="decoder")
 
 
-def _deep(build: Callable[[Case, int], keras.Model]) -> Callable[[Case], keras.Model]:
-    return lambda case: build(case, 12)
+def _deep_decoder(case: Case) -> keras.Model:
+    return _decoder(case, layers=12)
 
 
 def _vision_transformer(case: Case, patch: int = 8, width: int = 192) -> keras.Model:
@@ -344,8 +348,8 @@ CASES = {
         _image_case("EfficientNetB0", 16, 128),
         _image_case("InceptionV3", 16, 139),
         # As deep as BERT and GPT-2, for the solvers.
-        Case("DeepTransformer", _deep(_transformer), _sequences, (16, 128), (16,), dtype="int32"),
-        Case("DeepDecoder", _deep(_decoder), _walks, (8, 128), (8, 128), 2000, "int32"),
+        Case("DeepTransformer", _deep_transformer, _sequences, (16, 128), (16,), dtype="int32"),
+        Case("DeepDecoder", _deep_decoder, _walks, (8, 128), (8, 128), classes=2000, dtype="int32"),
         # To try an experiment out, in a minute.
         Case("SmallUNet", _small_unet, _discs, (8, 96, 96, 3), (8, 96, 96), classes=2),
         # For its floor: one kernel of 25,088 x 4,096.

@@ -23,6 +23,7 @@ see the parts.
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -83,7 +84,7 @@ def _work(board: _Board, worker: int) -> None:
     problem, monitor = board.problem, board.monitor
     if worker == problem.workers - 1:
         _begin(board)
-    if worker == 0 and problem.minimize == "cost":
+    if worker == 0 and board.programs:
         _prove(board)
     for turn in count():
         if monitor.should_stop():
@@ -103,7 +104,7 @@ def _begin(board: _Board) -> None:
 
 def _prove(board: _Board) -> None:
     problem, monitor = board.problem, board.monitor
-    if monitor.should_stop() or len(problem.graph.edges) > _DENSE:
+    if monitor.should_stop():
         return
     prepare(BACKEND, min(2, problem.workers))
     began = monitor.elapsed()
@@ -120,12 +121,14 @@ def _prove(board: _Board) -> None:
         board.offer(start, REPAIR)
     left: list[float] = []  # seconds of the usual time
 
-    def more(bound: float) -> float:
-        if not board.hopeful or board.cost - bound > _WITHIN_REACH * problem.graph.cost:
+    def more() -> float:
+        gap = board.cost - monitor.bound
+        if not board.hopeful or gap > _WITHIN_REACH * problem.graph.cost:
             return 0.0
         left.append(monitor.remaining())
         added = monitor.persist()
-        board.plan_for(monitor.elapsed() + monitor.remaining())
+        if added:
+            board.plan_for(monitor.elapsed() + monitor.remaining())
         return added
 
     refine(
@@ -145,8 +148,10 @@ class _Board:
     def __init__(self, problem: Problem, monitor: Monitor) -> None:
         self.problem = problem
         self.monitor = monitor
+        # Whether programs over moments are worth building.
+        self.programs = problem.minimize == "cost" and len(problem.graph.edges) <= _DENSE
         self._best: Schedule | None = None
-        self.cost = float("inf")
+        self.cost = math.inf
         # What to try every other time, and its first temperature; whether it is yet untried.
         given = tuple(range(len(problem.graph)))
         self._start: tuple[Schedule, float] = given, _COLD_START
@@ -210,32 +215,31 @@ class _Board:
             self._failed |= found is None
             if found is None and start is self._start[0]:
                 self._vain = self._far
-            improving = found is not None and hot == _POLISH and self._may_improve()
-            if improving:
-                self._annealing_until = float("inf")
-        if improving and found is not None:
-            began, cost = self.monitor.elapsed(), self.cost
+        if found is not None and hot == _POLISH and self._may_improve():
             self._improve(found, seed)
-            ended = self.monitor.elapsed()
-            self._annealing_until = ended + (0.0 if self.cost < cost else ended - began)
 
     def _may_improve(self) -> bool:
         """One worker at a time, half of its time if in vain, while programs are solved in it."""
-        rested = self.monitor.elapsed() >= self._annealing_until
-        return rested and self._order <= self._most_order
+        with self._lock:
+            rested = self.monitor.elapsed() >= self._annealing_until
+            may = self.programs and rested and self._order <= self._most_order
+            if may:
+                self._annealing_until = math.inf
+            return may
 
     def _improve(self, schedule: Schedule, seed: int) -> None:
         """Makes the most of the order in which the nodes of a schedule run first."""
         problem, monitor = self.problem, self.monitor
-        cheapest = refine_order(problem, monitor, schedule, self._order)
-        if cheapest is None:
+        began, cost = monitor.elapsed(), self.cost
+        found = refine_order(problem, monitor, schedule, self._order)
+        if found is None:
             self._order *= 2
-        elif simulate(problem.graph, cheapest).peak <= problem.budget:
-            self.offer(cheapest, _POLISH)
-        else:
-            found = anneal_once(problem, monitor, cheapest, seed, _POLISH, self._short)
-            if found is not None:
-                self.offer(found, _POLISH)
+        elif simulate(problem.graph, found).peak > problem.budget:
+            found = anneal_once(problem, monitor, found, seed, _POLISH, self._short)
+        if found is not None:
+            self.offer(found, _POLISH)
+        ended = monitor.elapsed()
+        self._annealing_until = ended + (0.0 if self.cost < cost else ended - began)
 
     def _reach(self, seed: int) -> None:
         """Looks for any schedule within the budget, or else for the least peak."""

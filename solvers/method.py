@@ -7,6 +7,7 @@ before anyone sees it, and turns the outcome into a ``Result``.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -61,7 +62,11 @@ class Outcome:
 
 
 class Monitor:
-    """Carries time, interruption and progress between ``solve`` and a method."""
+    """Carries time, interruption and progress between ``solve`` and a method.
+
+    Attributes:
+      bound: the best that was reported to it, in seconds.
+    """
 
     def __init__(
         self,
@@ -77,6 +82,7 @@ class Monitor:
         self._time_limit = time_limit
         self._on_schedule = on_schedule
         self._on_bound = on_bound
+        self.bound = -math.inf
         self._may_extend = may_extend
         self._patience = list(patience)
         self._stop = threading.Event()
@@ -149,6 +155,7 @@ class Monitor:
 
     def bounded(self, lower_bound: float) -> None:
         """Reports a proven lower bound in seconds; inf if no schedule fits the budget."""
+        self.bound = max(self.bound, lower_bound)
         if self._on_bound is not None:
             self._on_bound(lower_bound)
 

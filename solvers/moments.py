@@ -69,7 +69,7 @@ from .best import check_options
 from .floor import Precedence, first_run_bytes, given_order, precedence
 from .graph import Graph
 from .method import Monitor, Outcome, Problem
-from .mip import Builder, Formulation, solve_mip
+from .mip import Builder, Formulation, Solution, solve_mip
 from .runner import Runner
 from .schedule import Schedule, simulate
 
@@ -77,7 +77,7 @@ from .schedule import Schedule, simulate
 _GAPS = (3e-4, 1e-4, 0.0)
 _MOST = 40  # moments
 _FLOATING = 1000  # nodes times moments and floats up to which there are any
-_PEAKS = 12  # twice the moments that a given schedule's order is looked at first at, at most
+_PEAKS = 6  # moments, at most, at which the order of a given schedule is looked at first
 _HIGH = 0.95  # of the peak, what is one too
 _NEXT = 2  # stages after the first that floats cut
 BACKEND = "highs"
@@ -125,7 +125,7 @@ def refine(
     monitor: Monitor,
     found: Callable[[Schedule], None],
     seconds: float = math.inf,
-    more: Callable[[float], float] = lambda bound: 0.0,
+    more: Callable[[], float] = lambda: 0.0,
 ) -> None:
     """Proves bounds and finds schedules until one meets the other.
 
@@ -134,8 +134,8 @@ def refine(
       monitor: told of every bound.
       found: told of every schedule; all but the last may be above the budget.
       seconds: to take, at most what the monitor leaves.
-      more: asked, with the best bound so far, when they end before a program is solved;
-        it says how many seconds to add.
+      more: asked when they end before a program is solved; it says how many seconds
+        to add.
     """
     until = monitor.elapsed() + seconds
     graph, budget = problem.graph, problem.budget
@@ -147,7 +147,6 @@ def refine(
     inner: list[int] = []
     floats: list[int] = []
     level = 0
-    bound = -math.inf
     while monitor.elapsed() < until and not monitor.should_stop() and len(moments) < _MOST:
         new, within = _refinement(
             graph, order, needed, schedule, budget, moments, [*inner, *floats]
@@ -164,17 +163,10 @@ def refine(
                 return
         program = formulate(graph, order, budget, moments, inner, floats)
         while True:
-            solution = solve_mip(
-                program.formulation,
-                time_limit=min(monitor.remaining(), until - monitor.elapsed()),
-                backend=problem.options.get("backend", BACKEND),
-                relative_gap=_GAPS[level],
-                should_stop=monitor.should_stop,
-            )
-            bound = max(bound, graph.cost * solution.bound / 100)
-            monitor.bounded(bound)
+            solution = _solve(problem, monitor, program, until, _GAPS[level])
+            monitor.bounded(graph.cost * solution.bound / 100)
             cut_short = solution.status in ("stopped", "feasible")
-            added = more(bound) if cut_short else 0.0
+            added = more() if cut_short else 0.0
             if not added:
                 break
             until += added
@@ -206,7 +198,7 @@ def refine_order(
       program was solved in that time.
     """
     until = monitor.elapsed() + seconds
-    first_runs = tuple(dict.fromkeys(schedule))
+    first_runs = tuple(_first_runs(schedule))
     place = {index: position for position, index in enumerate(first_runs)}
     graph = problem.graph.reordered(first_runs)
     order = given_order(graph)
@@ -216,13 +208,7 @@ def refine_order(
     latest: Schedule | None = None
     while monitor.elapsed() < until and not monitor.should_stop() and len(moments) < _MOST:
         program = formulate(graph, order, problem.budget, moments, inner)
-        solution = solve_mip(
-            program.formulation,
-            time_limit=min(monitor.remaining(), until - monitor.elapsed()),
-            backend=problem.options.get("backend", BACKEND),
-            relative_gap=_GAPS[0],
-            should_stop=monitor.should_stop,
-        )
+        solution = _solve(problem, monitor, program, until, _GAPS[0])
         if solution.values is None or solution.status != "optimal":
             break
         latest = decode(graph, program, solution.values)
@@ -234,17 +220,39 @@ def refine_order(
     return None if latest is None else tuple(first_runs[index] for index in latest)
 
 
+def _solve(
+    problem: Problem, monitor: Monitor, program: Stages, until: float, relative_gap: float
+) -> Solution:
+    return solve_mip(
+        program.formulation,
+        time_limit=min(monitor.remaining(), until - monitor.elapsed()),
+        backend=problem.options.get("backend", BACKEND),
+        relative_gap=relative_gap,
+        should_stop=monitor.should_stop,
+    )
+
+
+def _first_runs(schedule: Schedule) -> dict[int, int]:
+    """For each node the event of its first run, in the order of these."""
+    events: dict[int, int] = {}
+    for event, index in enumerate(schedule):
+        events.setdefault(index, event)
+    return events
+
+
 def _peaks(graph: Graph, schedule: Schedule) -> list[int]:
     """The first runs that take most memory, some way from each other; in their order."""
-    memory = simulate(graph, schedule).memory
-    first_runs = {index: event for event, index in reversed([*enumerate(schedule)])}
+    simulation = simulate(graph, schedule)
+    memory, first_runs = simulation.memory, _first_runs(schedule)
+    apart = len(schedule) / (2 * _PEAKS)
     peaks: list[int] = []
     for index in sorted(first_runs, key=lambda index: -memory[first_runs[index]]):
         event = first_runs[index]
-        near = any(abs(event - first_runs[peak]) < len(schedule) / _PEAKS for peak in peaks)
-        if not near and memory[event] >= _HIGH * max(memory):
+        if len(peaks) == _PEAKS or memory[event] < _HIGH * simulation.peak:
+            break
+        if all(abs(event - first_runs[peak]) >= apart for peak in peaks):
             peaks.append(index)
-    return sorted(peaks[: _PEAKS // 2])
+    return sorted(peaks)
 
 
 def formulate(
@@ -499,11 +507,7 @@ def _refinement(
     for moment in moments:
         comparable &= order.ancestors[moment] | order.descendants[moment]
     memory = simulate(graph, schedule).memory
-    first_run = [False] * len(schedule)
-    seen = set()
-    for event, index in enumerate(schedule):
-        first_run[event] = index not in seen
-        seen.add(index)
+    first_runs = _first_runs(schedule)
     done = [held <= budget for held in memory]
     new: list[int] = []
     within: list[int] = []
@@ -523,7 +527,7 @@ def _refinement(
             index = schedule[event]
             if event >= stop and (candidates or index in moments):
                 break
-            if first_run[event] and comparable >> index & 1:
+            if first_runs[index] == event and comparable >> index & 1:
                 candidates.append((bool(needed[index] > budget), memory[event], index))
         if candidates:
             best = max(candidates)
