@@ -7,11 +7,14 @@ that and say so.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -66,20 +69,51 @@ def peak_of(run):
 """
 
 
+# What TensorFlow reads while it is imported.
+_AT_IMPORT = ("TF_ENABLE_ONEDNN_OPTS",)
+# Servers that run no program, by what they were started with; tests that need two
+# processes at once take two.
+_idle: defaultdict[tuple[tuple[str, str], ...], list[subprocess.Popen[str]]] = defaultdict(list)
+
+
 def run(body: str, environment: dict[str, str], timeout: float = 300) -> dict[str, Any]:
     """Runs ``body`` after the prelude and returns what it passed to ``answer``."""
     program = _PRELUDE + textwrap.dedent(body)
-    finished = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    assert finished.returncode == 0, (
-        f"the process ended with {finished.returncode}\n{finished.stdout}\n"
-        f"{finished.stderr[-4000:]}"
-    )
-    (line,) = [s for s in finished.stdout.splitlines() if s.startswith("ANSWER ")]
+    settings = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment}
+    at_import = tuple((name, settings[name]) for name in _AT_IMPORT if name in settings)
+    server = _idle[at_import].pop() if _idle[at_import] else _start(at_import)
+    with tempfile.NamedTemporaryFile("r") as output, tempfile.NamedTemporaryFile("r") as errors:
+        request = {
+            "program": program,
+            "environment": settings,
+            "output": output.name,
+            "errors": errors.name,
+            "timeout": timeout,
+        }
+        assert server.stdin is not None
+        assert server.stdout is not None
+        try:
+            print(json.dumps(request), file=server.stdin, flush=True)
+            ended = int(server.stdout.readline())
+        except BaseException:  # pytest's time limit, Ctrl-C: an answer is still to come
+            server.kill()
+            raise
+        _idle[at_import].append(server)
+        said = output.read()
+        assert ended == 0, f"the process ended with {ended}\n{said}\n{errors.read()[-4000:]}"
+    (line,) = [s for s in said.splitlines() if s.startswith("ANSWER ")]
     return json.loads(line.removeprefix("ANSWER "))
+
+
+def _start(at_import: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
+    """A process that forks for each program; see ``fork_server``."""
+    server = subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("fork_server.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **dict(at_import)},
+        cwd=ROOT,
+    )
+    atexit.register(server.kill)
+    return server
