@@ -37,8 +37,7 @@ from .process import Task, serve, start
 
 _HOPELESS = 1 << 20  # bytes; a budget that nothing fits
 _WARM_UP = 3  # steps that are not timed
-_LEAST_TURNS, _MOST_TURNS = 9, 41  # of a plain and a lowered step, ...
-_TURNS_SECONDS = 80.0  # ... no more than the least after so long
+_LEAST_TURNS, _MOST_TURNS = 9, 41  # of a plain and a lowered step
 _SEARCHES, _SEARCH_STEP = 3, 1.05  # budgets tried above an infeasible one, and by what factor
 _RECORDED = 3  # steps
 _PLAIN_AGAIN = 3  # plain trainings compared with the first
@@ -220,7 +219,7 @@ def timed(task: Task) -> dict[str, Any]:
             plain()
             _seconds(lowered, batch)
         while len(turns) < _LEAST_TURNS or (
-            len(turns) < _MOST_TURNS and sum(map(sum, turns)) < _TURNS_SECONDS
+            len(turns) < _MOST_TURNS and sum(map(sum, turns)) < task.seconds
         ):
             if len(turns) % 2:
                 turns.append((plain(), _seconds(lowered, batch)))

@@ -143,6 +143,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=3,
         help="processes for the plain peak, and for what lowering alone costs (default: 3)",
     )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=Task.seconds,
+        help="of steps that are timed, once there are enough (default: %(default)g)",
+    )
     parser.add_argument("--exact", action="store_true", help="compare bit for bit as well")
     asked = parser.parse_args(arguments)
     for budget in asked.budgets:
@@ -245,7 +251,7 @@ def _behaviour(
             values[name] = value
 
     free = replace(task, budget=ample, limit_mib=None)
-    unplanned = replace(free, kind="timed", plan=None)
+    unplanned = replace(free, kind="timed", plan=None, seconds=asked.seconds)
     lowerings = [
         runner.result(replace(unplanned, repeat=number)) for number in range(asked.repeats)
     ]
@@ -256,7 +262,7 @@ def _behaviour(
         values["lowering"] = statistics.median(ratios)
         values["lowering_spread"] = max(ratios) - min(ratios)
         values["lowering_fastest"] = _fastest(*lowerings)
-    timed = runner.result(replace(task, kind="timed"))
+    timed = runner.result(replace(task, kind="timed", seconds=asked.seconds))
     use("timed", timed, {"overhead_measured": "ratio"})
     if timed["status"] == "done":
         values["overhead_measured"] -= 1

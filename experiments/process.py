@@ -49,6 +49,7 @@ class Task:
       exact: run with oneDNN off, deterministic operations and one inter-op
         thread: TensorFlow differs from itself without.
       repeat: number of this repetition.
+      seconds: of steps that are timed, once there are enough of them.
     """
 
     kind: str
@@ -63,6 +64,7 @@ class Task:
     weights: str | None = None
     exact: bool = False
     repeat: int = 0
+    seconds: float = 80.0
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def test_help_teaches(command: str) -> None:
 @pytest.mark.long
 def test_measured_step_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--models", SMALL, "--budgets", "0.7", "--repeats", "1", "--exact"]
-    arguments += ["--out", str(tmp_path)]
+    arguments += ["--seconds", "1", "--out", str(tmp_path)]
     assert measured_step.main(arguments) == 0
     shown = capsys.readouterr().out
     assert "within the budget: 1 of 1" in shown
