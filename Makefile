@@ -22,7 +22,7 @@ demo: $(VENV)/installed
 WITHOUT_TENSORFLOW := tests/test_published_methods.py tests/test_solver_quality.py
 
 # A module stays in one process: its tests share what is dear to make.
-WORKERS := --numprocesses 2 --dist loadfile
+WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .

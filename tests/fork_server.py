@@ -1,4 +1,4 @@
-"""Imports TensorFlow and remat once, and forks for each program that it is sent.
+"""Imports TensorFlow and remat once, loads what is compiled, and forks for each program that it is sent.
 
 Importing takes longer than most tests do.  TensorFlow starts nothing before its
 first operation, and until then has read none of its settings but those that are in
@@ -13,10 +13,13 @@ the signal that ended it.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
 import sys
+
+from remat.solvers.compiling import ready
 
 IMPORTED = ("numpy", "tensorflow", "keras", "remat", "remat.compile")
 
@@ -25,6 +28,8 @@ def main() -> None:
     """Serves until standard input ends; a fork leaves by running its program."""
     for name in IMPORTED:
         importlib.import_module(name)
+    ready()
+    gc.freeze()  # what is there already is no garbage, however often a program collects
     # Not an iteration: that would read ahead, and a fork would have a copy of it.
     while line := sys.stdin.buffer.raw.readline():
         request = json.loads(line)

@@ -114,6 +114,7 @@ def test_mirrored_custom_loop(synchronized: bool) -> None:
     assert min(found["recomputed"]) > 0
 
 
+@pytest.mark.long
 def test_two_workers_custom_loop() -> None:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(2)]
@@ -226,6 +227,7 @@ answer(refused=refused, ours=all_of(planned), theirs=all_of(gradients), plans=le
     assert len({tuple(values) for values in found["ours"]}) == 6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("synchronized", [False, True])
 def test_mirrored_fit(synchronized: bool) -> None:
     found = run(

@@ -48,6 +48,7 @@ answer(**{{name: compare(name) for name in {names!r}}})
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_same_bits_as_keras(name: str) -> None:
     found = _found(NAMES.index(name) // _TOGETHER)[name]

@@ -163,6 +163,7 @@ def test_a_budget_sweep(training: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "(proven bound)" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_budget_sweep_that_measures(tmp_path: Path) -> None:
     arguments = ["--measure", "SmallUNet", "--shares", "0.6", "--budgets", "60%"]
     budget_sweep.main([*arguments, "--solvers", "chen_greedy", "--out", str(tmp_path)])

@@ -577,6 +577,7 @@ answer(predicted=step.plan.peak, peaks=peaks)
     assert 1 - below < max(found["peaks"]) / found["predicted"] < 1 + above
 
 
+@pytest.mark.long
 def test_what_is_allocated_and_freed_beside_a_step_is_planned_for() -> None:
     """At a hard limit: data, results and other tensors come and go between the steps."""
     limit = 310
@@ -702,6 +703,7 @@ answer(left=after - before)
     assert found["left"] < GRAIN
 
 
+@pytest.mark.long
 def test_memory_that_is_claimed_stays_in_one_piece() -> None:
     """Which it does not where the pool has grown with the variables."""
     body = """

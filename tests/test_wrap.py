@@ -148,6 +148,7 @@ answer(
     assert found["still"]
 
 
+@pytest.mark.long
 def test_loops_and_dilation_in_partial_batches() -> None:
     found = run(
         _PRELUDE
@@ -185,6 +186,7 @@ answer(same=same(ours, theirs), count=len(ours),
     assert found["batches"] == [32, 16]
 
 
+@pytest.mark.long
 def test_control_flow_in_partial_batches() -> None:
     """The batch's size is open in the plain step: behind functions, loops, lists, branches, too."""
     found = run(
@@ -234,6 +236,7 @@ answer(**found)
     assert all(found.values()), found
 
 
+@pytest.mark.long
 def test_data_of_unknown_length() -> None:
     """Keras looks for one batch more than there are, which moves seeds, counts and weights."""
     found = run(
@@ -410,6 +413,7 @@ answer(differing=sum(a.tobytes() != b.tobytes() for a, b in pairs))
     assert found["differing"] == 0
 
 
+@pytest.mark.long
 def test_sums_of_what_an_iterator_gives_and_averages_that_take_over() -> None:
     """In which order TensorFlow adds several terms depends on who else reads them, and how
     it gets at a batch; and what an average overwrites is to have been updated before."""
@@ -781,6 +785,7 @@ answer(peak=peak, budget=step.budget, plain=step.prepared.plain.peak,
     assert found["shapes"] == [[256, 32, 32, 3], [88, 32, 32, 3]]
 
 
+@pytest.mark.long
 def test_a_pipeline_that_is_ahead_is_foreseen() -> None:
     """Many small batches, which wait in memory while a step runs."""
     found = run(
