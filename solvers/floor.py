@@ -147,14 +147,20 @@ def first_run_bytes(graph: Graph, order: Precedence) -> tuple[np.ndarray, np.nda
     return held, needed
 
 
-def memory_floor(graph: Graph) -> tuple[int, tuple[int, ...]]:
+def memory_floor(graph: Graph, held: np.ndarray | None = None) -> tuple[int, tuple[int, ...]]:
     """The proven floor.
+
+    Args:
+      graph: the graph.
+      held: bytes held for certain, as ``first_run_bytes`` gives them, where they are known.
 
     Returns:
       The bytes below which no schedule exists (the outputs alone included),
       and the nodes that need them.
     """
-    floors = first_run_bytes(graph, precedence(graph))[0].tolist()
+    if held is None:
+        held, _ = first_run_bytes(graph, precedence(graph))
+    floors = held.tolist()
     floor = max(floors)
     outputs = graph.resident + sum(graph.nodes[index].bytes for index in graph.outputs)
     if outputs > floor:

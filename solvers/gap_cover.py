@@ -46,7 +46,7 @@ import numpy as np
 from .anneal import anneal_once
 from .best import check_options
 from .compiling import excuse
-from .floor import Precedence, first_run_bytes, members, pending, precedence
+from .floor import Precedence, members, pending
 from .graph import Graph
 from .method import Monitor, Outcome, Problem
 from .mip import Formulation, solve_mip
@@ -95,7 +95,7 @@ def lower_bound(problem: Problem, monitor: Monitor) -> tuple[float, Schedule | N
     no values in time.
     """
     graph = problem.graph
-    program = formulate(graph, problem.budget)
+    program = formulate(problem, monitor)
     if program is None:
         return graph.cost, None
     solution = solve_mip(
@@ -109,19 +109,19 @@ def lower_bound(problem: Problem, monitor: Monitor) -> tuple[float, Schedule | N
     return graph.cost * (1 + max(0.0, solution.bound) / 100), start
 
 
-def formulate(graph: Graph, budget: int) -> GapCover | None:
-    """Builds the program; None if no moment needs more than the budget."""
-    count, order = len(graph), precedence(graph)
-    nodes = graph.nodes
-    chains = tuple(_chain(graph, order, index) for index in range(count))
-    _, needed = first_run_bytes(graph, order)
-    excess = needed - budget
+def formulate(problem: Problem, monitor: Monitor) -> GapCover | None:
+    """Builds the program; None if no moment needs more than the budget, or time is up."""
+    graph, order = problem.graph, problem.order
+    count, nodes = len(graph), graph.nodes
+    _, needed = problem.first_run_bytes
+    excess = needed - problem.budget
     moments = np.flatnonzero(excess > 0)
     if len(moments) == 0:
         return None
     demanding = np.argsort([-float(need) for need in excess[moments]], kind="stable")
     moments = np.sort(moments[demanding[: max(10, _ROWS_BY_NODES // count)]])
     excess = excess[moments]
+    chains = tuple(_chain(graph, order, index) for index in range(count))
     column = np.cumsum([0, *(len(chain) for chain in chains)])
     takers = [0] * count
     for index, node in enumerate(nodes):
@@ -129,6 +129,8 @@ def formulate(graph: Graph, budget: int) -> GapCover | None:
             takers[node.forward] |= 1 << index
     rows, columns, values = [], [], []
     for index, node in enumerate(nodes):
+        if monitor.should_stop():
+            return None
         if node.bytes == 0:
             continue
         need = pending(graph, order, index)

@@ -13,8 +13,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
+
+from .floor import Precedence, first_run_bytes, precedence
 from .graph import Graph
 from .schedule import Schedule
 
@@ -42,6 +46,16 @@ class Problem:
     workers: int = 1
     start: Schedule | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def order(self) -> Precedence:
+        """Which nodes run first before which, in every schedule."""
+        return precedence(self.graph)
+
+    @cached_property
+    def first_run_bytes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes that concern the first run of each node in every schedule."""
+        return first_run_bytes(self.graph, self.order)
 
 
 @dataclass(frozen=True)

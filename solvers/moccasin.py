@@ -94,7 +94,7 @@ def moccasin(problem: Problem, monitor: Monitor) -> Outcome:
         raise ModuleNotFoundError(
             'the solver "moccasin" needs OR-tools: pip install "remat-tf[moccasin]"'
         ) from None
-    if problem.budget < memory_floor(problem.graph)[0]:
+    if problem.budget < memory_floor(problem.graph, problem.first_run_bytes[0])[0]:
         return Outcome(None, infeasible=True, message="one node's run alone is over the budget")
     model = _build(cp_model, problem, copies)
     best = Best(problem, monitor)

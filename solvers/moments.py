@@ -66,7 +66,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .best import check_options
-from .floor import Precedence, first_run_bytes, given_order, precedence
+from .floor import Precedence, first_run_bytes, given_order
 from .graph import Graph
 from .method import Monitor, Outcome, Problem
 from .mip import Builder, Formulation, Solution, solve_mip
@@ -139,8 +139,7 @@ def refine(
     """
     until = monitor.elapsed() + seconds
     graph, budget = problem.graph, problem.budget
-    order = precedence(graph)
-    _, needed = first_run_bytes(graph, order)
+    order, (_, needed) = problem.order, problem.first_run_bytes
     # Its worst moments are the first: they prove more than those of cheaper schedules.
     schedule: Schedule = tuple(range(len(graph)))
     moments: list[int] = []

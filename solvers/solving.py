@@ -309,7 +309,7 @@ class _Judge:
         self.problem, self.monitor = problem, monitor
         allowed = problem.max_overhead
         self._most_overhead = math.inf if allowed is None else allowed + 1e-12
-        self.floor, self.floor_nodes = memory_floor(problem.graph)
+        self.floor, self.floor_nodes = memory_floor(problem.graph, problem.first_run_bytes[0])
         # Every node runs at least once, whatever the budget.
         self._bound = problem.graph.cost
 

@@ -1,4 +1,4 @@
-"""Imports TensorFlow and remat once, loads what is compiled, and forks for each program that it is sent.
+"""Imports TensorFlow and remat once, loads what is compiled, and forks for each program.
 
 Importing takes longer than most tests do.  TensorFlow starts nothing before its
 first operation, and until then has read none of its settings but those that are in
