@@ -38,6 +38,7 @@ from .schedule import Schedule
 
 _HOT, _COLD = 1.0, 0.003  # temperatures, in units of a node's mean cost
 _LIGHT, _HEAVY = 0.1, 10.0  # weights of one percent above the budget
+_NEAR_THE_END = 0.9  # of the changes or the time
 _CHUNK = 1000  # changes between looks at the clock (by the move count)
 
 
@@ -61,6 +62,7 @@ def anneal(problem: Problem, monitor: Monitor) -> Outcome:
                 worker,
                 seconds=seconds,
                 moves=moves,
+                rescue=True,
             )
             for worker in range(problem.workers)
         ]
@@ -78,6 +80,7 @@ def anneal_once(
     seconds: float = math.inf,
     moves: int | None = None,
     at_any_cost: bool = False,
+    rescue: bool = False,
 ) -> Schedule | None:
     """Cools once, and proposes each better schedule it finds.
 
@@ -91,6 +94,9 @@ def anneal_once(
       moves: changes to try, instead of ``seconds``.
       at_any_cost: end with the first schedule within the budget, however dear.  Where
         budgets are tight this takes a moment, and cooling alone would often miss them.
+      rescue: if nothing within the budget was found until near the end, any cost will do
+        from then on, until something is: what two dear changes lead to is out of reach
+        where the first of them gains nothing.
 
     Returns:
       The best schedule found within the budget, or None (if time ran out before it began, too).
@@ -126,7 +132,8 @@ def anneal_once(
             break
         temperature = mean * hot * (_COLD / hot) ** progress
         weight = _LIGHT * (_HEAVY / _LIGHT) ** progress
-        terms = np.array([price, allowance, weight, tighten])
+        lost = rescue and progress > _NEAR_THE_END and figure[0] == 0
+        terms = np.array([0.0 if lost else price, allowance, weight, tighten])
         if moves is not None:
             chunk = min(_CHUNK, moves - done)
         anneal_at(tables, state, random, best, figure, terms, temperature, chunk)

@@ -99,6 +99,19 @@ def test_auto_and_anneal_reach_the_optimum_of_all_orders(graph: Graph, part: flo
         assert annealed.cost == pytest.approx(least)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_annealing_finds_what_two_dear_changes_lead_to(seed: int) -> None:
+    """Two nodes must run again here, one of them at the whole graph's cost."""
+    sizes = [(0, 3, None), (1, 1, None), (0, 1, 1), (0, 0, None), (0, 3, 0), (0, 0, None)]
+    nodes = tuple(
+        Node(f"node{index}", cost, size, recomputable=index > 0, forward=forward)
+        for index, (cost, size, forward) in enumerate(sizes)
+    )
+    graph = Graph("in place", nodes, ((0, 1), (1, 2), (0, 3), (2, 3), (0, 4), (1, 5), (2, 5)))
+    result = run(graph, 4, "anneal", seed=seed, moves=100_000)
+    assert result.cost == optimum(graph, 4) == 2.0
+
+
 @pytest.mark.parametrize("solver", ["gap_cover", "moments"])
 def test_the_bound_is_below_the_optimum_of_all_orders(solver: str) -> None:
     @few(40)
