@@ -38,7 +38,7 @@ from typing import Any
 
 from .models import CASES, LARGE, TRAINED
 from .process import Runner, Task
-from .tables import begin, command, ended, given, machine, positive_int, write_csv
+from .tables import begin, command, ended, given, machine, positive, positive_int, write_csv
 
 _MIB = 2**20
 _BUDGETS = ("0.7", "0.5", "0.35", "least")
@@ -127,7 +127,14 @@ class Row:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the experiment; 1 if a process broke down, or took more than its budget."""
     parser = command("measured_step", __doc__)
-    parser.add_argument("--models", nargs="+", choices=CASES, default=[*TRAINED, *LARGE])
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        metavar="NAME",
+        choices=CASES,
+        default=[*TRAINED, *LARGE],
+        help=f"of {', '.join(CASES)} (default: {', '.join([*TRAINED, *LARGE])})",
+    )
     parser.add_argument(
         "--budgets",
         nargs="+",
@@ -145,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=positive,
         default=Task.seconds,
         help="of steps that are timed, once there are enough (default: %(default)g)",
     )
