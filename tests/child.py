@@ -1,8 +1,8 @@
-"""Runs a test's body in a fresh process, where TensorFlow's settings are its own.
+"""Runs a test's body in a process of its own, where TensorFlow's settings are its own.
 
-Memory settings must be in the environment before TensorFlow is imported, and
+Memory settings must be in the environment before TensorFlow's first operation, and
 near a hard limit TensorFlow can abort instead of raising; a test must survive
-that and say so.
+that and say so.  ``fork_server`` has imported TensorFlow already.
 """
 
 from __future__ import annotations
