@@ -101,8 +101,11 @@ def anneal_once(
     Returns:
       The best schedule found within the budget, or None (if time ran out before it began, too).
     """
+    # As many changes as asked for, even if another worker has proven its schedule optimal:
+    # when it does so is chance.
+    should_stop = monitor.should_stop if moves is None else monitor.interrupted
     anneal_at = load(monitor)
-    if anneal_at is None:
+    if anneal_at is None or should_stop():
         return None
     from .sequence import make_state, make_tables, unit_of
 
@@ -119,9 +122,6 @@ def anneal_once(
     seconds = min(seconds, monitor.remaining())
     reported, chunk = math.inf, _CHUNK
     told = began
-    # As many changes as asked for, even if another worker has proven its schedule optimal:
-    # when it does so is chance.
-    should_stop = monitor.should_stop if moves is None else monitor.interrupted
     while not should_stop():
         now = monitor.elapsed()
         if moves is not None:
