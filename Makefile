@@ -21,7 +21,8 @@ demo: $(VENV)/installed
 # TensorFlow cannot share a process with OR-tools, which these tests use.
 WITHOUT_TENSORFLOW := tests/test_published_methods.py tests/test_solver_quality.py
 
-# A module stays in one process: its tests share what is dear to make.
+# A module stays in one process: its tests share what is dear to make.  tests/conftest.py
+# says which come first.
 WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/installed-test

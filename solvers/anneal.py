@@ -62,7 +62,7 @@ def anneal(problem: Problem, monitor: Monitor) -> Outcome:
                 worker,
                 seconds=seconds,
                 moves=moves,
-                rescue=True,
+                rescue=problem.minimize == "cost",
             )
             for worker in range(problem.workers)
         ]
@@ -94,9 +94,9 @@ def anneal_once(
       moves: changes to try, instead of ``seconds``.
       at_any_cost: end with the first schedule within the budget, however dear.  Where
         budgets are tight this takes a moment, and cooling alone would often miss them.
-      rescue: if nothing within the budget was found until near the end, any cost will do
-        from then on, until something is: what two dear changes lead to is out of reach
-        where the first of them gains nothing.
+      rescue: if nothing within the budget was found until near the end, what is left
+        is the warmer half of another cooling, at any cost, until something is: what two
+        dear changes lead to is out of reach where the first of them gains nothing.
 
     Returns:
       The best schedule found within the budget, or None (if time ran out before it began, too).
@@ -130,9 +130,11 @@ def anneal_once(
             progress = (now - began) / seconds
         if progress >= 1 or (at_any_cost and figure[0] > 0):
             break
+        lost = rescue and progress > _NEAR_THE_END and figure[0] == 0
+        if lost:  # where it is colder, nothing crosses what lies between
+            progress = 0.5 * (progress - _NEAR_THE_END) / (1 - _NEAR_THE_END)
         temperature = mean * hot * (_COLD / hot) ** progress
         weight = _LIGHT * (_HEAVY / _LIGHT) ** progress
-        lost = rescue and progress > _NEAR_THE_END and figure[0] == 0
         terms = np.array([0.0 if lost else price, allowance, weight, tighten])
         if moves is not None:
             chunk = min(_CHUNK, moves - done)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .floor import Precedence, first_run_bytes, precedence
+from .floor import Precedence, first_run_bytes, memory_floor, precedence
 from .graph import Graph
 from .schedule import Schedule
 
@@ -56,6 +56,11 @@ class Problem:
     def first_run_bytes(self) -> tuple[np.ndarray, np.ndarray]:
         """Bytes that concern the first run of each node in every schedule."""
         return first_run_bytes(self.graph, self.order)
+
+    @cached_property
+    def floor(self) -> tuple[int, tuple[int, ...]]:
+        """The proven floor in bytes, and the nodes that need them."""
+        return memory_floor(self.graph, self.first_run_bytes[0])
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,6 @@ from types import ModuleType
 from typing import Any
 
 from .best import Best, check_options
-from .floor import memory_floor
 from .method import Monitor, Outcome, Problem
 from .order import last_stages
 from .schedule import simulate
@@ -94,7 +93,7 @@ def moccasin(problem: Problem, monitor: Monitor) -> Outcome:
         raise ModuleNotFoundError(
             'the solver "moccasin" needs OR-tools: pip install "remat-tf[moccasin]"'
         ) from None
-    if problem.budget < memory_floor(problem.graph, problem.first_run_bytes[0])[0]:
+    if problem.budget < problem.floor[0]:
         return Outcome(None, infeasible=True, message="one node's run alone is over the budget")
     model = _build(cp_model, problem, copies)
     best = Best(problem, monitor)

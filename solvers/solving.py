@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from .budget import format_bytes, parse_budget
-from .floor import memory_floor
 from .graph import Graph
 from .method import Method, Monitor, Outcome, Problem
 from .result import Result, Status
@@ -309,7 +308,7 @@ class _Judge:
         self.problem, self.monitor = problem, monitor
         allowed = problem.max_overhead
         self._most_overhead = math.inf if allowed is None else allowed + 1e-12
-        self.floor, self.floor_nodes = memory_floor(problem.graph, problem.first_run_bytes[0])
+        self.floor, self.floor_nodes = problem.floor
         # Every node runs at least once, whatever the budget.
         self._bound = problem.graph.cost
 
