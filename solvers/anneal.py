@@ -4,7 +4,11 @@ The state is the schedule itself; any sequence in which each input appears
 earlier is legal, and what is held when follows from it (``sequence``).  Random
 changes (``moves``) recompute, remove, shift and push events.  The energy is
 the overhead in percent plus a weight times the bytes above the budget in
-percent, summed over the schedule; the weight rises as the temperature falls.
+percent, summed over the schedule.  The weight rises as the temperature falls:
+from so little that only what saves most for its cost is recomputed, so that the
+rest is chosen beside that.  Towards the end it rises while the schedule is above
+the budget and falls while it is within, and so the search goes to and fro across
+the budget (strategic oscillation; Glover 1977), where the best schedules are.
 Nothing is fixed by the order that the graph came in, so the overhead can reach
 0 where recomputing in that order would not.
 
@@ -37,9 +41,16 @@ from .method import Monitor, Outcome, Problem
 from .schedule import Schedule
 
 _HOT, _COLD = 1.0, 0.003  # temperatures, in units of a node's mean cost
-_LIGHT, _HEAVY = 0.1, 10.0  # weights of one percent above the budget
+# Weights of one percent above the budget, where costs are minimised: light, so that what saves
+# most for its cost is recomputed first, and the rest only as the weight rises ...
+_LIGHT, _HEAVY = 0.0003, 0.1
+_RISE = 0.8  # ... until here in the cooling; then it follows what is found:
+_FOLLOW = 1.2  # it changes by this factor at each look at the schedule ...
+_LEAST, _MOST = 1e-9, 1e9  # ... between these
+_STEEP = 0.1, 10.0  # first and last weight where something else is looked for
 _NEAR_THE_END = 0.9  # of the changes or the time
-_CHUNK = 1000  # changes between looks at the clock (by the move count)
+_LOOKS = 400  # at the schedule in a cooling, at least
+_SECONDS, _CHUNK = 0.02, 1000  # between looks, at most: seconds; changes, by the move count
 
 
 def anneal(problem: Problem, monitor: Monitor) -> Outcome:
@@ -107,7 +118,7 @@ def anneal_once(
     anneal_at = load(monitor)
     if anneal_at is None or should_stop():
         return None
-    from .sequence import make_state, make_tables, unit_of
+    from .sequence import EXCESS, make_state, make_tables, unit_of
 
     graph = problem.graph
     unit = unit_of(graph, problem.budget)
@@ -122,6 +133,10 @@ def anneal_once(
     seconds = min(seconds, monitor.remaining())
     reported, chunk = math.inf, _CHUNK
     told = began
+    # A start that is heated less goes on where a cooling is as warm.
+    first = math.log(hot / _HOT) / math.log(_COLD / _HOT)
+    for_cost = problem.minimize == "cost" and not at_any_cost
+    weight = _between(_LIGHT, _HEAVY, min(1.0, first / _RISE))
     while not should_stop():
         now = monitor.elapsed()
         if moves is not None:
@@ -133,16 +148,24 @@ def anneal_once(
         lost = rescue and progress > _NEAR_THE_END and figure[0] == 0
         if lost:  # where it is colder, nothing crosses what lies between
             progress = 0.5 * (progress - _NEAR_THE_END) / (1 - _NEAR_THE_END)
-        temperature = mean * hot * (_COLD / hot) ** progress
-        weight = _LIGHT * (_HEAVY / _LIGHT) ** progress
+        temperature = mean * _between(hot, _COLD, progress)
+        cooled = first + (1 - first) * progress
+        if lost or not for_cost:
+            weight = _between(*_STEEP, progress)
+        elif cooled < _RISE:
+            weight = _between(_LIGHT, _HEAVY, cooled / _RISE)
+        else:
+            weight *= _FOLLOW if state.number[EXCESS] > 0 else 1 / _FOLLOW
+            weight = min(max(weight, _LEAST), _MOST)
         terms = np.array([0.0 if lost else price, allowance, weight, tighten])
         if moves is not None:
-            chunk = min(_CHUNK, moves - done)
+            chunk = min(_CHUNK, max(1, moves // _LOOKS), moves - done)
         anneal_at(tables, state, random, best, figure, terms, temperature, chunk)
         done += chunk
         if moves is None:
             took = max(monitor.elapsed() - now, 1e-6)
-            chunk = int(min(2 * chunk, max(1, chunk * 0.02 / took)))
+            apart = min(_SECONDS, seconds / _LOOKS)
+            chunk = int(min(2 * chunk, max(1, chunk * apart / took)))
         if figure[1] < reported and monitor.elapsed() - told > 0.2:
             reported, told = figure[1], monitor.elapsed()
             monitor.found(tuple(best[: int(figure[0])].tolist()))
@@ -151,6 +174,11 @@ def anneal_once(
     found = tuple(best[: int(figure[0])].tolist())
     monitor.found(found)
     return found
+
+
+def _between(first: float, last: float, progress: float) -> float:
+    """What is ``first`` at 0 and ``last`` at 1, by equal factors in equal steps."""
+    return first * (last / first) ** progress
 
 
 def _terms(problem: Problem) -> tuple[float, float, float]:

@@ -46,7 +46,7 @@ _HEURISTICS = (feng_huang, chen_greedy, griewank)
 # First temperatures: from the given order, the best so far, what the moments suggest
 # (closer to what fits than what the gap cover does: more heat would only undo it), and
 # the best so far where nothing else leads to the budget.
-_COLD_START, _REHEAT, _POLISH, _HEAT = 0.3, 0.1, 0.03, 1.0
+_COLD_START, _REHEAT, _POLISH, _HEAT = 1.0, 0.1, 0.03, 1.0
 # Times the budget: up to here a start needs polishing only, from here on that is in vain.
 _NEAR, _FAR = 1.02, 1.3
 # Share of the time limit that one annealing takes, at least; where nothing will be suggested.
