@@ -136,7 +136,7 @@ def anneal_once(
     # A start that is heated less goes on where a cooling is as warm.
     first = math.log(hot / _HOT) / math.log(_COLD / _HOT)
     for_cost = problem.minimize == "cost" and not at_any_cost
-    weight = _between(_LIGHT, _HEAVY, min(1.0, first / _RISE))
+    weight = _HEAVY
     while not should_stop():
         now = monitor.elapsed()
         if moves is not None:
