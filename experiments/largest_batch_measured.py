@@ -56,8 +56,22 @@ class Row:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the experiment."""
     parser = command("largest_batch_measured", __doc__)
-    parser.add_argument("--models", nargs="+", choices=CASES, default=_MODELS)
-    parser.add_argument("--ways", nargs="+", choices=_WAYS, default=list(_WAYS))
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=CASES,
+        default=_MODELS,
+        metavar="NAME",
+        help=f"of {', '.join(CASES)} (default: {' '.join(_MODELS)})",
+    )
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=_WAYS,
+        default=_WAYS,
+        metavar="WAY",
+        help=f"of {', '.join(_WAYS)} (default: all)",
+    )
     parser.add_argument(
         "--limit", type=positive_int, default=_LIMIT, metavar="MIB", help="default: %(default)s"
     )

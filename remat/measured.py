@@ -215,6 +215,8 @@ class Measured:
             f"  {len(counted) - len(apart)} of {len(counted)} operations asked for exactly the "
             "bytes predicted" + ("; the others:" if apart else "")
         ]
+        if apart:
+            lines.append(f"    {'predicted':>14}{'measured':>14}")
         for predicted, measured, op in apart[:_SHOWN]:
             lines.append(
                 f"    {format_bytes(predicted):>14}{format_bytes(measured):>14}  "

@@ -72,7 +72,7 @@ def read_json(path: str | os.PathLike[str], error: type[ValueError]) -> Any:
       OSError: if it cannot be read.
     """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as problem:
         raise error(f"{path}: not a text file ({problem})") from None
     except (ValueError, RecursionError) as problem:
