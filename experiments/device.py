@@ -29,7 +29,7 @@ from remat.solvers.budget import parse_budget
 from . import largest_batch_measured, predictions
 from .models import CASES, FURTHER, TRAINED
 from .process import Runner, Task
-from .tables import begin, command, ended
+from .tables import begin, command, ended, positive_int, proper_share
 
 PARTS = ("profile", "predictions", "largest")
 
@@ -43,8 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     everything = (*TRAINED, *FURTHER)
     parser.add_argument("--models", nargs="+", choices=CASES, default=everything, metavar="NAME")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--shares", nargs="+", default=("0.7", "0.5", "0.3"), metavar="SHARE")
-    parser.add_argument("--runs", default="3", help="processes a budget (default: 3)")
+    parser.add_argument(
+        "--shares", nargs="+", type=proper_share, default=(0.7, 0.5, 0.3), metavar="SHARE"
+    )
+    parser.add_argument(
+        "--runs", type=positive_int, default=3, help="processes a budget (default: 3)"
+    )
     parser.add_argument(
         "--limits",
         nargs="+",
@@ -66,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     models = ["--models", *asked.models]
     status = 0
     if "predictions" in asked.parts:
-        chosen = [*models, "--shares", *asked.shares, "--runs", asked.runs]
+        chosen = [*models, "--shares", *map(str, asked.shares), "--runs", str(asked.runs)]
         status = predictions.main([*chosen, "--out", str(asked.out / "predictions")])
     if "largest" in asked.parts:
         for limit in limits:

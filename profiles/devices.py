@@ -1,7 +1,7 @@
 """What devices can do at best, with the source of every figure.
 
 Peaks are dense (no structured sparsity).  Memory is the datasheet's gigabytes
-taken as 10^9 bytes: cards hold a little more, so a plan errs on the safe side.
+taken as 10^9 bytes; what a driver leaves of them differs a little.
 The CPU at hand has no entry: ``remat.profile.measure_device`` measures it.
 """
 
@@ -52,6 +52,8 @@ class DeviceSpec:
 def find_device(name: str) -> DeviceSpec:
     """The specification of a device, by our name or by the driver's.
 
+    A product that only shares the name (a laptop's card, a slice of a card) has none.
+
     >>> find_device("Tesla V100-SXM2-16GB").name, find_device("H200").name
     ('v100-16gb', 'h200')
 
@@ -60,10 +62,22 @@ def find_device(name: str) -> DeviceSpec:
     """
     words = set(_words(name))
     for spec in DEVICES:
-        if words.issuperset(_words(spec.name)):
+        others = {*_SLICE, *_OTHER_PRODUCTS.get(spec.name, ())}
+        if words.issuperset(_words(spec.name)) and words.isdisjoint(others):
             return spec
     known = ", ".join(spec.name for spec in DEVICES)
     raise UnknownDeviceError(f"no specification of a device {name!r}; known are {known}")
+
+
+_SLICE = ("mig",)
+_OTHER_PRODUCTS: Mapping[str, tuple[str, ...]] = {
+    "v100-16gb": ("pcie",),
+    "v100-32gb": ("pcie",),
+    "rtx-4090": ("laptop", "max", "d"),
+    "h100": ("pcie", "nvl"),
+    "h200": ("nvl",),
+}
+"""Words that make a name another product's, by far slower or larger."""
 
 
 def _words(name: str) -> list[str]:
@@ -77,6 +91,7 @@ def _gpu(
     float32: float,
     tensor32: float,
     tensor16: float,
+    tensor64: float | None = None,
     bfloat16: bool = True,
     bandwidth: float,
     gigabytes: int,
@@ -84,7 +99,11 @@ def _gpu(
 ) -> DeviceSpec:
     """A GPU from the figures of a datasheet: teraFLOP/s, GB/s and GB."""
     tera = 1e12
-    matrix = {"float32": tensor32 * tera, "float16": tensor16 * tera, "float64": float64 * tera}
+    matrix = {
+        "float32": tensor32 * tera,
+        "float16": tensor16 * tera,
+        "float64": (tensor64 or float64) * tera,
+    }
     if bfloat16:
         matrix["bfloat16"] = tensor16 * tera
     return DeviceSpec(
@@ -144,6 +163,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         float32=19.5,
         tensor32=156,
         tensor16=312,
+        tensor64=19.5,
         bandwidth=1555,
         gigabytes=40,
         source=_A100,
@@ -154,6 +174,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         float32=19.5,
         tensor32=156,
         tensor16=312,
+        tensor64=19.5,
         bandwidth=2039,
         gigabytes=80,
         source=_A100,
@@ -184,6 +205,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         float32=67,
         tensor32=494.7,
         tensor16=989.4,
+        tensor64=67,
         bandwidth=3350,
         gigabytes=80,
         source="NVIDIA H100 datasheet (2023), SXM5, half of the figures with sparsity",
@@ -194,6 +216,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         float32=67,
         tensor32=494.7,
         tensor16=989.4,
+        tensor64=67,
         bandwidth=4800,
         gigabytes=141,
         source="NVIDIA H200 datasheet (2024), SXM5, half of the figures with sparsity",

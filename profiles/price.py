@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
 from . import roofline
 from .devices import DeviceSpec, UnknownDeviceError, find_device
-from .signature import OpSignature, TensorType
+from .signature import OpSignature, SignatureError, TensorType
 from .table import Row, Table, TableError, load_table
 
 Kind = Literal["given", "measured", "fitted", "roofline"]
 _NEAREST = 4  # rows behind a fit
 _RECORDED = Path(__file__).parent  # where tables are named after their device
+_FLOATS = ("float32", "float64", "bfloat16", "float16")
 _BEYOND_CACHE = 32 * 2**20  # bytes from which on an operation shows the memory's bandwidth
 
 
@@ -103,9 +105,15 @@ class Pricer:
         return math.ceil(share * (signature.input_bytes + signature.output_bytes))
 
     def _neighbours(self, signature: OpSignature) -> list[Row]:
-        """The rows of the same operation at the sizes nearest to this one."""
+        """The rows of the same operation at the sizes nearest to this one.
+
+        What took no more than a launch says nothing of sizes: relative errors of it would
+        outweigh all others.
+        """
         scaled = []
         for row in self._families.get(_family(signature), ()):
+            if row.seconds <= self.device.launch_seconds:
+                continue
             scale = _scale(signature, row.signature)
             if scale is not None and scale != 1:
                 scaled.append((abs(math.log(scale)), row))
@@ -116,11 +124,12 @@ class Pricer:
         """Seconds as constant + slope x roofline, by least squares of the relative error.
 
         Neither is negative.  Rows of one size only, or rows that would make the
-        constant negative, give the slope alone, above the launch overhead.
+        constant negative, give the slope alone, above the launch overhead.  Where larger
+        rows were not slower, that is their noise: between them their mean holds.
         """
         target = self._net(signature)
         sizes = [self._net(row.signature) for row in rows]
-        times = [max(row.seconds, 1e-9) for row in rows]
+        times = [row.seconds for row in rows]
         # Minimise the sum of (constant/t + slope*size/t - 1)^2.
         ones = [1 / t for t in times]
         slopes = [size / t for size, t in zip(sizes, times, strict=True)]
@@ -131,9 +140,9 @@ class Pricer:
             slope = (a * sum(slopes) - b * sum(ones)) / determinant
             if constant >= 0 and slope >= 0:
                 return constant + slope * target
-            if slope < 0:  # noise: larger ones were not slower
+            if slope < 0 and min(sizes) <= target <= max(sizes):
                 return sum(ones) / a
-        launch = min(self.device.launch_seconds, *times)
+        launch = self.device.launch_seconds
         if c == 0:  # moves nothing and computes nothing
             return sum(times) / len(times)
         return launch + target * (sum(slopes) - launch * b) / c
@@ -239,11 +248,19 @@ def spec_of_rows(name: str, rows: Iterable[Row], memory: int | None = None) -> D
         launch = min(launch, row.seconds)
     if not matrix and not vector:
         raise TableError(f"no measured rows of {name} to tell its speed from")
-    vector.setdefault("float32", max(vector.values(), default=0.0) or max(matrix.values()))
+    matrix, vector = (
+        {dtype: peak for dtype, peak in peaks.items() if peak > 0} for peaks in (matrix, vector)
+    )
+    fastest = max(matrix.values(), default=0.0)
+    vector.setdefault("float32", max(vector.values(), default=fastest))
+    if not vector["float32"] or not cached:
+        raise TableError(f"what was measured of {name} computes nothing to tell its speed from")
+    if matrix:  # a dtype that was not measured: far from what a vector of it takes
+        matrix = dict.fromkeys(_FLOATS, matrix.get("float32", fastest)) | matrix
     return DeviceSpec(
         name=name,
         matrix_flops=matrix,
-        vector_flops={dtype: peak for dtype, peak in vector.items() if peak > 0},
+        vector_flops=vector,
         bandwidth=uncached or cached,
         memory=memory,
         launch_seconds=launch,
@@ -252,14 +269,14 @@ def spec_of_rows(name: str, rows: Iterable[Row], memory: int | None = None) -> D
 
 
 def load_pricer(
-    profile: str | os.PathLike[str] | Mapping[str, float], device: DeviceSpec | None = None
+    profile: str | os.PathLike[str] | Mapping[str, float], others: Pricer | None = None
 ) -> Pricer:
     """The pricer that a user's ``profile=`` names.
 
     Args:
       profile: a device's name, with its recorded table (``profiles/NAME.csv``)
         where there is one; a CSV table; or seconds by signature text or op type.
-      device: what prices operations that a mapping does not list.
+      others: what prices operations that a mapping does not list.
 
     Raises:
       UnknownDeviceError: if it is neither a file nor the name of a device.
@@ -267,7 +284,7 @@ def load_pricer(
       TypeError: if it is nothing of this kind.
     """
     if isinstance(profile, Mapping):
-        return _given_pricer(profile, device)
+        return _given_pricer(profile, others)
     if not isinstance(profile, (str, os.PathLike)):
         raise TypeError(
             'a profile is "auto", the name of a device, a CSV table or seconds by operation, '
@@ -278,7 +295,7 @@ def load_pricer(
         if not path.is_file():
             raise TableError(f"{path}: there is no such table")
         table = load_table(path)
-        return Pricer(device or _spec_of_table(table, path), table)
+        return Pricer(_spec_of_table(table, path), table)
     recorded = {found.stem: found for found in sorted(_RECORDED.glob("*.csv"))}
     try:
         spec = find_device(os.fspath(profile))
@@ -292,14 +309,23 @@ def load_pricer(
     return Pricer(spec, table)
 
 
-def _given_pricer(given: Mapping[str, float], device: DeviceSpec | None) -> Pricer:
+def _given_pricer(given: Mapping[str, float], others: Pricer | None) -> Pricer:
+    if others is None:
+        raise TableError("a mapping of prices needs a device for the operations it leaves out")
+    prices = {}
     for key, value in given.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not math.isfinite(value) or value < 0:
             raise TableError(f"the price of {key!r} is {value!r}; it must be seconds, 0 or more")
-    if device is None:
-        raise TableError("a mapping of prices needs a device for the operations it leaves out")
-    return Pricer(device, given=dict(given))
+        if not isinstance(key, str) or not re.fullmatch(r"[\w>]+", key):
+            try:
+                key = OpSignature.from_text(key).text
+            except SignatureError:
+                raise TableError(
+                    f"{key!r} has a price, but is neither an operation type nor a signature"
+                ) from None
+        prices[key] = value
+    return replace(others, given=prices)
 
 
 def _spec_of_table(table: Table, path: Path) -> DeviceSpec:

@@ -19,10 +19,13 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from .devices import DeviceSpec
-from .signature import OpSignature, TensorType
-from .table import Row
+from .signature import OpSignature, SignatureError, TensorType, dtype_bytes
+
+if TYPE_CHECKING:
+    from .table import Row
 
 
 @dataclass(frozen=True)
@@ -131,11 +134,18 @@ def _curve(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def work(signature: OpSignature) -> Work:
-    """FLOPs and bytes of one run, from the shapes alone; known bytes only if one is unknown."""
+    """FLOPs and bytes of one run, from the shapes alone; known bytes only if one is unknown.
+
+    Raises:
+      SignatureError: if an operation of this type has other operands or attributes.
+    """
     if not signature.is_static:
         return Work("unknown", 0, _all_bytes(signature))
     count = _COUNTS.get(signature.op, _elementwise)
-    return count(signature)
+    try:
+        return count(signature)
+    except (IndexError, ValueError):
+        raise SignatureError(f"not what {signature.op} takes: {signature.text}") from None
 
 
 def _net_seconds(signature: OpSignature, done: Work, device: DeviceSpec) -> float:
@@ -180,6 +190,14 @@ def _fill(signature: OpSignature) -> Work:
 def _gather(signature: OpSignature) -> Work:
     """Reads the rows that the indices name, and the indices."""
     return Work("gather", 0, 2 * signature.output_bytes + signature.inputs[1].bytes)
+
+
+def _sparse_segments(signature: OpSignature) -> Work:
+    """Reads the rows that the indices name, and adds each to its segment."""
+    table, indices, segments = signature.inputs[:3]
+    read = indices.elements * math.prod(table.shape[1:])
+    moved = read * dtype_bytes(table.dtype) + indices.bytes + segments.bytes
+    return Work("gather", read, moved + signature.output_bytes)
 
 
 # Which input holds the rows that are scattered, where it is not the third.
@@ -254,7 +272,11 @@ _UPDATE_FLOPS: Mapping[str, int] = {
     "ResourceApplyGradientDescent": 2,
     "ResourceApplyMomentum": 4,
     "ResourceApplyKerasMomentum": 4,
+    "ResourceApplyAdagrad": 6,
     "ResourceApplyAdagradV2": 6,
+    "ResourceApplyAdadelta": 14,
+    "ResourceApplyFtrl": 15,
+    "ResourceApplyFtrlV2": 16,
     "ResourceApplyRMSProp": 9,
     "ResourceApplyAdam": 12,
     "ResourceApplyAdamWithAmsgrad": 13,
@@ -414,8 +436,7 @@ def _pooling(signature: OpSignature, image: TensorType, result: TensorType) -> W
     windows = [sizes[axis] for axis in _spatial_axes(signature, rank)]
     taps = _taps(signature, image.shape, windows, result.shape)
     channels = image.shape[_channel_axis(signature, rank)]
-    gradient = signature.op.endswith(("Grad", "GradV2"))
-    kind = "pooling gradient" if gradient else "pooling"
+    kind = "pooling gradient" if signature.op.endswith("Grad") else "pooling"
     return Work(kind, image.shape[0] * taps * channels, _all_bytes(signature))
 
 
@@ -440,11 +461,17 @@ def _fused_flops(signature: OpSignature) -> int:
     return len(fused) * signature.outputs[0].elements
 
 
+def _multiply_add(signature: OpSignature) -> int:
+    """FLOPs of one: four products and four sums of real numbers if they are complex."""
+    return 8 if signature.outputs[0].dtype.startswith("complex") else 2
+
+
 def _matmul(signature: OpSignature) -> Work:
     left = signature.inputs[0].shape
     adjoint = "true" in (signature.attr("transpose_a"), signature.attr("adj_x"))
     inner = left[-2] if adjoint else left[-1]
-    flops = 2 * signature.outputs[0].elements * inner + _fused_flops(signature)
+    each = _multiply_add(signature)
+    flops = each * signature.outputs[0].elements * inner + _fused_flops(signature)
     return Work("matrix product", flops, _all_bytes(signature), matrix=True)
 
 
@@ -452,7 +479,7 @@ def _einsum(signature: OpSignature) -> Work:
     """Two FLOPs for each combination of all labels, where two operands meet."""
     equation = signature.attr("equation").replace(" ", "")
     sizes: dict[str, int] = {}
-    broadcast = 1
+    broadcast: list[int] = []  # the dimensions of "...", from the last one on
     for labels, tensor in zip(equation.split("->")[0].split(","), signature.inputs, strict=True):
         head, ellipsis, tail = labels.partition("...")
         shape = tensor.shape
@@ -461,12 +488,22 @@ def _einsum(signature: OpSignature) -> Work:
             sizes.update(zip(tail, shape[-len(tail) :], strict=True))
         if ellipsis:
             middle = shape[len(head) : len(shape) - len(tail)]
-            broadcast = max(broadcast, math.prod(middle))
-    combinations = broadcast * math.prod(sizes.values())
+            pairs = itertools.zip_longest(broadcast, reversed(middle), fillvalue=1)
+            broadcast = [b if a == 1 else a for a, b in pairs]
+    combinations = math.prod(broadcast) * math.prod(sizes.values())
     if len(signature.inputs) == 1:
         flops = max(combinations - signature.outputs[0].elements, 0)
         return Work("reduction" if flops else "movement", flops, _all_bytes(signature))
-    return Work("matrix product", 2 * combinations, _all_bytes(signature), matrix=True)
+    flops = _multiply_add(signature) * combinations
+    return Work("matrix product", flops, _all_bytes(signature), matrix=True)
+
+
+def _recurrence(signature: OpSignature) -> Work:
+    """cuDNN's recurrent layers: each parameter makes a product at every time of a sample."""
+    steps, samples = signature.inputs[0].shape[:2]
+    forward = 2 * steps * samples * signature.inputs[3].elements
+    flops = 2 * forward if "Backprop" in signature.op else forward
+    return Work("recurrence", flops, _all_bytes(signature), matrix=True)
 
 
 # --- Resampling ----------------------------------------------------------------------------
@@ -508,6 +545,7 @@ _COUNTS: Mapping[str, Callable[[OpSignature], Work]] = _table(
         _scatter,
         "ScatterNd TensorScatterAdd TensorScatterUpdate UnsortedSegmentSum SegmentSum",
     ),
+    (_sparse_segments, "SparseSegmentSum SparseSegmentMean SparseSegmentSqrtN"),
     (_scatter_variable, "ResourceScatterAdd ResourceScatterSub ResourceScatterUpdate"),
     (_part_of_variable, "ResourceStridedSliceAssign"),
     (
@@ -547,11 +585,12 @@ _COUNTS: Mapping[str, Callable[[OpSignature], Work]] = _table(
         "Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter "
         "_MklNativeConv2DBackpropFilterWithBias",
     ),
-    (_pool, "MaxPool AvgPool MaxPool3D AvgPool3D MaxPoolV2"),
+    (_pool, "MaxPool AvgPool MaxPool3D AvgPool3D MaxPoolWithArgmax"),
     (_max_pool_gradient, "MaxPoolGrad MaxPool3DGrad"),
     (_average_pool_gradient, "AvgPoolGrad AvgPool3DGrad"),
     (_matmul, "MatMul _FusedMatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 _FusedBatchMatMulV2"),
     (_einsum, "Einsum"),
+    (_recurrence, "CudnnRNN CudnnRNNV2 CudnnRNNV3 CudnnRNNBackpropV2 CudnnRNNBackpropV3"),
     (
         _resize,
         "ResizeNearestNeighbor ResizeNearestNeighborGrad ResizeBilinear ResizeBilinearGrad "

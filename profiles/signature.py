@@ -21,7 +21,9 @@ from typing import NamedTuple
 from urllib.parse import quote, unquote
 
 _BITS = re.compile(r"^(?:[a-z]+)(\d+)")
-_OPERAND = re.compile(r"^(?P<dtype>\w+)\[(?P<shape>[-x\d]*)\](?:=(?P<value>[-\d ]*))?$")
+_OPERAND = re.compile(
+    r"^(?P<dtype>\w+)\[(?P<shape>(?:-1|\d+)(?:x(?:-1|\d+))*)?\](?:=(?P<value>[-\d ]*))?$"
+)
 _SIGNATURE = re.compile(
     r"^(?P<op>[\w>]+)\((?P<inputs>[^()]*)\) -> \((?P<outputs>[^()]*)\)(?: \{(?P<attrs>.*)\})?$"
 )
@@ -155,7 +157,7 @@ def _parse_operands(text: str) -> Iterator[TensorType]:
         if match is None:
             raise SignatureError(f"not a tensor of a signature: {operand!r}")
         try:
-            shape = tuple(int(size) for size in match["shape"].split("x") if size)
+            shape = tuple(map(int, match["shape"].split("x"))) if match["shape"] else ()
             value = None if match["value"] is None else tuple(map(int, match["value"].split()))
         except ValueError:
             raise SignatureError(f"not a tensor of a signature: {operand!r}") from None

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..solvers.files import written
+from . import roofline
 from .signature import OpSignature, SignatureError
 
 if TYPE_CHECKING:
@@ -153,6 +154,10 @@ def load_table(path: str | os.PathLike[str]) -> Table:
             f"{path}: has no column {', '.join(map(repr, missing))}; is this a table that "
             "`remat profile` wrote?"
         )
+    # pandas numbers what occurs again.
+    repeated = [column for column in COLUMNS if f"{column}.1" in frame.columns]
+    if repeated:
+        raise TableError(f"{path}: has more than one column {', '.join(map(repr, repeated))}")
     rows = []
     for line, values in enumerate(frame.to_dict("records"), start=2):
         try:
@@ -216,6 +221,7 @@ def _row(values: Mapping[str, Any]) -> Row:
     signature = OpSignature.from_text(values["signature"])
     if values["op"] != signature.op:
         raise TableError(f"op is {values['op']!r}, but the signature is of {signature.op!r}")
+    roofline.work(signature)  # or prices of others that are told from it would fail
     workspace = values["workspace_bytes"]
     return Row(
         signature=signature,

@@ -39,7 +39,14 @@ from .signatures import UnmeasurableError, arguments_of, is_parameter, node_of, 
 _INDEX_BOUNDS: Mapping[str, Callable[[OpSignature], int]] = {
     "GatherV2": lambda s: s.inputs[0].shape[(s.inputs[2].value or (0,))[0]],
     "Gather": lambda s: s.inputs[0].shape[0],
-    "GatherNd": lambda s: min(s.inputs[0].shape[: s.inputs[1].shape[-1]], default=1),
+    **dict.fromkeys(
+        ("GatherNd", "ResourceGatherNd", "TensorScatterAdd", "TensorScatterUpdate"),
+        lambda s: min(s.inputs[0].shape[: s.inputs[1].shape[-1]], default=1),
+    ),
+    **dict.fromkeys(
+        ("SparseSegmentSum", "SparseSegmentMean", "SparseSegmentSqrtN"),
+        lambda s: s.inputs[0].shape[0],
+    ),
     "ScatterNd": lambda s: min(s.outputs[0].shape[: s.inputs[0].shape[-1]], default=1),
     "UnsortedSegmentSum": lambda s: s.outputs[0].shape[0],
     "SparseSoftmaxCrossEntropyWithLogits": lambda s: s.inputs[0].shape[-1],

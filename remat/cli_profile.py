@@ -117,6 +117,9 @@ def run(arguments: argparse.Namespace) -> int:
                 f"priced in {time.monotonic() - started:.1f} s\n{prices.coverage}"
             )
     path = table_path(default_device()) if arguments.profile == "auto" else arguments.profile
+    if arguments.profile == "auto" and not Path(path).exists():
+        print("table: none, since every operation is too small to be measured")
+        return 1 if arguments.output else 0
     pricer = load_pricer(path)
     print(f"table: {path} ({len(pricer.table)} operations)")
     if arguments.validate:

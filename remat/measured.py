@@ -179,7 +179,7 @@ class Measured:
             return _of_document(document)
         except MeasuredError as error:
             raise MeasuredError(f"{path}: {error}") from None
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise MeasuredError(
                 f"{path}: not what Measured.save wrote ({type(error).__name__}: {error})"
             ) from None
@@ -244,7 +244,14 @@ def _of_document(document: Any) -> Measured:
         raise MeasuredError(f"format is {stated!r}; this version reads {FORMAT!r}")
     values = {key.name: document[key.name] for key in fields(Measured)}
     columns: Sequence[Sequence[Any]] = [values["operations"][key.name] for key in fields(Operation)]
+    for name, kind in (("name", str), ("type", str), ("again", bool)):
+        strange = [value for value in values["operations"][name] if not isinstance(value, kind)]
+        if strange:
+            raise MeasuredError(f"{name} of an operation is {strange[0]!r}")
     measured = values["memory_measured"]
+    for curve in filter(None, (values["memory_predicted"], measured)):
+        for name in ("times", "held"):
+            _check({f"{name}[{n}] of a curve": value for n, value in enumerate(curve[name])})
     return Measured(
         **{
             **values,

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
 
 from .bodies import held_inside
-from .profile import measured_pricer, spec_at_hand
+from .profile import measured_pricer, recorded_pricer
 from .profiles.price import Coverage, Price, coverage, load_pricer
 from .profiles.signature import OpSignature, TensorType
+from .profiles.table import TableError
 from .program import KEPT_SCRATCH, Kind, Program
 from .signatures import signature_of
 
@@ -50,7 +52,7 @@ def price(
       profile: "auto" (this device's recorded costs; what is missing there is
         measured now and recorded, what cannot be measured is computed from
         the device's roofline), a device's name, a CSV table, or seconds by
-        signature text or operation type.
+        signature text or operation type (others are priced by what is recorded).
       deadline: seconds that measuring may take.
       progress: called with (done, total, next signature) while measuring.
 
@@ -65,7 +67,10 @@ def price(
         every = [signature for found in signatures for signature in found.values()]
         pricer = measured_pricer(every, deadline=deadline, progress=progress)
     elif isinstance(profile, Mapping):
-        pricer = load_pricer(profile, spec_at_hand())
+        pricer = load_pricer(profile, recorded_pricer())
+        for name in pricer.given:
+            if "(" not in name and op_def_registry.get(name) is None:
+                raise TableError(f"{name!r} has a price, and TensorFlow has no such operation")
     else:
         pricer = load_pricer(profile)
     distinct = {s: pricer.price(s) for found in signatures for s in set(found.values())}

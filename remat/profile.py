@@ -175,6 +175,16 @@ def measured_pricer(
     return pricer
 
 
+def recorded_pricer(device: str | None = None) -> Pricer:
+    """Prices from the user's table of this device as it is.
+
+    Raises:
+      TableError: if the table on disk is damaged; the message names the file.
+    """
+    device = device or default_device()
+    return Pricer(spec_at_hand(device), _table(table_path(device)))
+
+
 def spec_at_hand(device: str | None = None) -> DeviceSpec:
     """The specification of a device of this process: listed, or else measured."""
     device = device or default_device()

@@ -161,16 +161,16 @@ class _Board:
         self._failed = False  # whether any annealing found nothing within the budget
         self._start_cost = problem.graph.cost
         self.hopeful = True  # that proofs will suggest something
-        seconds, count = monitor.remaining(), len(problem.graph)
+        self._annealing_until = 0.0
+        self._lock = threading.Lock()
+        self.plan_for(monitor.remaining())
+
+    def plan_for(self, seconds: float) -> None:
+        """Sets how long one annealing, and programs for one order, take in so many seconds."""
+        count = len(self.problem.graph)
         self._round = max(0.3, max(_ROUND, count / _WHOLE) * seconds)
         self._long = max(0.3, max(_ROUND_HOPELESS, count / _WHOLE_HOPELESS) * seconds)
         self._short = max(_SHORT, count / _WHOLE_POLISH) * seconds
-        self._annealing_until = 0.0
-        self._lock = threading.Lock()
-        self.plan_for(seconds)
-
-    def plan_for(self, seconds: float) -> None:
-        """Sets how long programs for one order may take in a solve of so many seconds."""
         self._order, self._most_order = _ORDER * seconds, _MOST_ORDER * seconds
 
     def offer(self, schedule: Schedule, hot: float) -> None:

@@ -271,6 +271,7 @@ _BAD_INPUT = {
     "path of a plan": ('budget=0.7, plan="step.plan.json"', "TypeError", "Plan.load"),
     "unknown solver": ('budget=0.7, solver="magic"', "ValueError", "magic"),
     "unknown device": ('budget=0.7, profile="abacus"', "UnknownDeviceError", "abacus"),
+    "price of no operation": ('budget=0.7, profile={"Conv2d": 1}', "TableError", "Conv2d"),
 }
 
 

@@ -130,6 +130,17 @@ def test_the_picture_is_to_scale(measured: Measured) -> None:
     assert seconds.get_xlabel() == "time in a step (s)"
 
 
+_ONE_OPERATION = {
+    "name": ["a"],
+    "type": ["Relu"],
+    "again": [False],
+    "seconds_predicted": [0.1],
+    "seconds_measured": [0.1],
+    "bytes_predicted": [1],
+    "bytes_measured": [1],
+}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -139,6 +150,12 @@ def test_the_picture_is_to_scale(measured: Measured) -> None:
         ({"budget": "much"}, "not what Measured.save wrote"),
         ({"operations": {}}, "not what Measured.save wrote (KeyError"),
         ({"memory_predicted": None}, "not what Measured.save wrote"),
+        ({"budget": 10**400}, "not what Measured.save wrote (OverflowError"),
+        (
+            {"memory_predicted": {"label": "predicted", "times": ["soon", 1.0], "held": [1]}},
+            "not what Measured.save wrote (TypeError",
+        ),
+        ({"operations": {**_ONE_OPERATION, "type": [5]}}, "type of an operation is 5"),
     ],
 )
 def test_a_foreign_file_is_one_clear_error(

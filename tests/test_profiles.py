@@ -124,6 +124,8 @@ class TestTable:
             ("output_bytes", "1", "output_bytes is 1"),
             ("op", "Tanh", "'Tanh'"),
             ("signature", "Relu", "not the signature"),
+            ("signature", "Relu(float32[2xx3]) -> (float32[6])", "not a tensor"),
+            ("signature", "Relu(float32[-5]) -> (float32[5])", "not a tensor"),
         ],
     )
     def test_a_damaged_figure_is_refused_with_its_row(
@@ -139,6 +141,32 @@ class TestTable:
         with pytest.raises(TableError, match=message) as error:
             load_table(path)
         assert f"{path}, row 3" in str(error.value)
+
+    @pytest.mark.parametrize(
+        "of",
+        [
+            signature("Sum", [], []),
+            signature("Conv2D", [(F32, (8,))], [(F32, (8,))]),
+            signature("MaxPool", [(F32, (1, 4, 4, 1))], [(F32, (1, 2, 2, 1))]),
+            signature("MatMul", [(F32, ()), (F32, ())], [(F32, ())]),
+        ],
+        ids=lambda of: of.op,
+    )
+    def test_an_operation_that_cannot_be_is_refused_with_its_row(
+        self, tmp_path: Path, of: OpSignature
+    ):
+        path = tmp_path / "t.csv"
+        save_table(Table((row(relu(4)), row(of))), path)
+        with pytest.raises(TableError, match=f"row 3: not what {of.op} takes"):
+            load_table(path)
+
+    def test_a_column_that_is_there_twice_is_refused(self, tmp_path: Path):
+        path = tmp_path / "t.csv"
+        save_table(Table((row(relu(4)),)), path)
+        header, values = path.read_text().splitlines()
+        path.write_text(f"{header},seconds\n{values},1.0\n")
+        with pytest.raises(TableError, match="more than one column 'seconds'"):
+            load_table(path)
 
     @pytest.mark.parametrize(
         "content", [b"", b"a,b\n1,2\n", b"\xff\xfe\x00\x01", b'signature,op\n"Relu(,\n', b"{}"]
@@ -196,7 +224,22 @@ class TestDevices:
     def test_the_drivers_name_is_understood(self, driver_name: str, name: str):
         assert find_device(driver_name).name == name
 
-    @pytest.mark.parametrize("name", ["NVIDIA L40S", "v100", "cpu", ""])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "NVIDIA L40S",
+            "v100",
+            "cpu",
+            "",
+            # These share a name with what is listed, and little else.
+            "NVIDIA H100 PCIe",
+            "NVIDIA H100 NVL",
+            "NVIDIA GeForce RTX 4090 Laptop GPU",
+            "NVIDIA GeForce RTX 4090 D",
+            "Tesla V100-PCIE-16GB",
+            "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+        ],
+    )
     def test_an_unknown_device_lists_the_known(self, name: str):
         with pytest.raises(UnknownDeviceError, match="h200"):
             find_device(name)
@@ -371,6 +414,23 @@ class TestFlops:
             equation="...c,cd->...d",
         )
         assert roofline.work(ellipsis).flops == 2 * 7 * 2 * 3 * 5
+        broadcast = signature(
+            "Einsum",
+            [(F32, (7, 1, 2, 3)), (F32, (5, 3, 4))],
+            [(F32, (7, 5, 2, 4))],
+            equation="...ij,...jk->...ik",
+        )
+        assert roofline.work(broadcast).flops == 2 * 35 * 2 * 3 * 4
+        complex_product = signature(
+            "MatMul", [("complex64", (2, 3)), ("complex64", (3, 4))], [("complex64", (2, 4))]
+        )
+        assert roofline.work(complex_product).flops == 8 * 2 * 3 * 4
+        lstm = signature(
+            "CudnnRNNV3",
+            [(F32, (10, 4, 8)), (F32, (1, 4, 8)), (F32, (1, 4, 8)), (F32, (576,)), ("int32", (4,))],
+            [(F32, (10, 4, 8))],
+        )
+        assert roofline.work(lstm).flops == 2 * 10 * 4 * 576
 
     def test_the_rest_by_hand(self):
         assert roofline.work(relu(4, 5)).flops == 20
@@ -397,6 +457,12 @@ class TestFlops:
             [(F32, (8, 64))],
         )
         assert roofline.work(embedding).bytes == 2 * 8 * 64 * 4 + 8 * 8
+        pooled = signature(
+            "SparseSegmentMean",
+            [(F32, (10000, 64)), ("int32", (8,)), ("int32", (8,))],
+            [(F32, (2, 64))],
+        )
+        assert roofline.work(pooled).bytes == 8 * 64 * 4 + 2 * 8 * 4 + 2 * 64 * 4
         adam = signature(
             "ResourceApplyAdam",
             [("resource", (100,))] * 3 + [(F32, ())] * 6 + [(F32, (100,))],
@@ -438,6 +504,19 @@ class TestPricer:
         assert other.kind == "roofline"
         expected = self.measured(matmul(300, 70, 90)).seconds
         assert other.seconds == pytest.approx(expected, rel=0.05)
+
+    def test_noise_of_small_or_similar_sizes_does_not_scale(self):
+        def seconds(rows: dict[int, float], size: int) -> float:
+            table = Table(tuple(row(relu(n, 1024), took) for n, took in rows.items()))
+            return price.Pricer(self.spec, table).price(relu(size, 1024)).seconds
+
+        # A row that took nothing has no weight beside those that took something.
+        steady = {128: 1e-4, 256: 2e-4}
+        assert seconds({64: 0.0, **steady}, 512) == pytest.approx(4e-4, rel=0.05)
+        # Larger and yet faster: a mean between the two, and beyond them the slope.
+        falling = {800: 1.00e-3, 1000: 0.99e-3}
+        assert seconds(falling, 900) == pytest.approx(0.995e-3, rel=0.01)
+        assert seconds(falling, 80_000) == pytest.approx(90e-3, rel=0.2)
 
     def test_a_reduction_over_another_axis_is_not_another_size(self):
         def total(batch: int, axis: int) -> OpSignature:
@@ -531,15 +610,35 @@ class TestProfileArgument:
         for found in price.cross_validate(pricer.table, pricer.device):
             assert 0.5 < found.total_ratio < 2
 
+    def test_a_table_of_few_kinds_prices_the_others(self):
+        product, copy = row(matmul(1024, 1024, 1024), 0.02), row(relu(4096, 4096), 0.01)
+        half = signature("MatMul", [("bfloat16", (1024, 1024))] * 2, [("bfloat16", (1024, 1024))])
+        spec = price.spec_of_rows("card", [product, copy])
+        assert price.Pricer(spec).price(half).seconds == pytest.approx(0.03, rel=0.01)
+        joined = signature("ConcatV2", [(F32, (4, 4))] * 2, [(F32, (8, 4))])
+        spec = price.spec_of_rows("card", [product, row(joined)])
+        assert price.Pricer(spec).price(relu(4)).seconds > 0
+        with pytest.raises(TableError, match="card"):
+            price.spec_of_rows("card", [row(joined)])
+
     def test_a_mapping(self):
-        pricer = price.load_pricer({"Relu": 0.25}, find_device("t4"))
+        table = Table((row(matmul(4, 4, 4), 0.125),))
+        others = price.Pricer(find_device("t4"), table)
+        pricer = price.load_pricer({"Relu": 0.25, matmul(8, 4, 4).text: 0.5}, others)
         assert pricer.price(relu(4)).seconds == 0.25
-        assert pricer.price(matmul(4, 4, 4)).kind == "roofline"
+        assert pricer.price(matmul(8, 4, 4)).seconds == 0.5
+        assert pricer.price(matmul(4, 4, 4)).seconds == 0.125  # as it was recorded
+        assert pricer.price(matmul(2, 3, 4)).kind == "roofline"
+
+    @pytest.mark.parametrize("key", [3, "", "Relu(", "a relu"])
+    def test_a_price_of_nothing_is_refused(self, key: object):
+        with pytest.raises(TableError, match="neither an operation type nor a signature"):
+            price.load_pricer({key: 1.0}, price.Pricer(find_device("t4")))  # type: ignore[dict-item]
 
     @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), "1", None, True])
     def test_a_price_that_is_none_is_refused(self, seconds: object):
         with pytest.raises(TableError, match="Relu"):
-            price.load_pricer({"Relu": seconds}, find_device("t4"))
+            price.load_pricer({"Relu": seconds}, price.Pricer(find_device("t4")))  # type: ignore[dict-item]
 
     def test_neither_file_nor_device(self, tmp_path: Path):
         with pytest.raises(UnknownDeviceError, match="rtx-5090"):
