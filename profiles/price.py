@@ -301,8 +301,8 @@ def load_pricer(
         spec = find_device(os.fspath(profile))
     except UnknownDeviceError as error:
         if profile not in recorded:
-            others = f"; recorded: {', '.join(recorded)}" if recorded else ""
-            raise UnknownDeviceError(f"{error}{others}") from None
+            named = f"; recorded: {', '.join(recorded)}" if recorded else ""
+            raise UnknownDeviceError(f"{error}{named}") from None
         table = load_table(recorded[profile])
         return Pricer(_spec_of_table(table, recorded[profile]), table)
     table = load_table(recorded[spec.name]) if spec.name in recorded else Table()
