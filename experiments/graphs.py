@@ -316,12 +316,12 @@ def graph_files(parser: argparse.ArgumentParser, names: Sequence[str], folder: P
     have one name, by which tables and pictures tell them apart.
     """
     files: dict[str, Path] = {}
-    fingerprints: dict[str, str] = {}
+    graphs: dict[str, Graph] = {}
     try:
         for name in names:
             path = graph_file(name, folder)
             graph = load_graph(path)
-            if fingerprints.setdefault(graph.name, graph.fingerprint) != graph.fingerprint:
+            if graphs.setdefault(graph.name, graph) != graph:
                 parser.error(
                     f"{files[graph.name]} and {path} hold different graphs of the name "
                     f"{graph.name!r}: change it in one of them"

@@ -18,6 +18,7 @@ process of its own; the other methods through ``remat.solvers.solve``.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import re
@@ -47,7 +48,13 @@ from .tables import begin, command, ended, machine, positive, positive_int, reme
 
 _BUDGETS = ("90%", "80%", "70%")
 _SOLVERS = tuple(METHODS)
-_SEEDED = ("auto", "anneal", "lp_rounding", "moccasin")  # the others do not depend on a seed
+_SEEDED = (
+    "auto",
+    "anneal",
+    "gap_cover",
+    "lp_rounding",
+    "moccasin",
+)  # the others do not depend on a seed
 
 _FIELDS = ("status", "overhead", "lower_bound", "peak", "seconds")  # of a ``Result``
 
@@ -300,12 +307,13 @@ def cells(
     solvers, found = tuple(dict.fromkeys(solvers)), []
     for path in paths:
         graph = load_graph(path)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()  # costs included
         peak = simulate(graph, range(len(graph))).peak
         print(f"{graph.name}: {len(graph)} nodes, {format_bytes(peak)} in the given order")
         for solver in solvers:
             for budget in dict.fromkeys(budgets or _from_floor_to(peak, graph)):
                 for seed in range(seeds if solver.partition(":")[0] in _SEEDED else 1):
-                    key = f"{graph.fingerprint[:12]}-{solver}-{budget}-{seed}-{time_limit}"
+                    key = f"{digest[:12]}-{solver}-{budget}-{seed}-{time_limit}"
                     file = folder / (re.sub(r"[^\w.%=-]", "_", key) + ".json")
                     job = partial(_report, path, graph, budget, solver, seed, time_limit)
                     found.append(Cell(**remembered(file, job)))

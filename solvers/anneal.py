@@ -79,7 +79,10 @@ def anneal(problem: Problem, monitor: Monitor) -> Outcome:
         ]
         for job in jobs:
             job.result()
-    return Outcome(None, message=excuse(monitor))
+    message = excuse(monitor)
+    if moves is not None and monitor.remaining() <= 0:
+        message = "the time limit came before the last move: the result is of this run only"
+    return Outcome(None, message=message)
 
 
 def anneal_once(

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
@@ -37,7 +38,7 @@ from .feng_huang import feng_huang
 from .gap_cover import REPAIR, lower_bound
 from .griewank import griewank
 from .method import Monitor, Outcome, Problem
-from .mip import prepare
+from .mip import BrokenSolverError, prepare
 from .moments import BACKEND, refine, refine_order
 from .schedule import Schedule, simulate
 
@@ -77,7 +78,7 @@ def auto(problem: Problem, monitor: Monitor) -> Outcome:
         jobs = [pool.submit(_work, board, worker) for worker in range(problem.workers)]
         for job in jobs:
             job.result()
-    return Outcome(None, message=excuse(monitor))
+    return Outcome(None, message=board.trouble or excuse(monitor))
 
 
 def _work(board: _Board, worker: int) -> None:
@@ -85,7 +86,7 @@ def _work(board: _Board, worker: int) -> None:
     if worker == problem.workers - 1:
         _begin(board)
     if worker == 0 and board.programs:
-        _prove(board)
+        board.unless_broken(lambda: _prove(board))
     for turn in count():
         if monitor.should_stop():
             return
@@ -150,7 +151,9 @@ class _Board:
         self.monitor = monitor
         # Whether programs over moments are worth building.
         self.programs = problem.minimize == "cost" and len(problem.graph.edges) <= _DENSE
+        self.trouble = ""  # why there are no more of them
         self._best: Schedule | None = None
+        self._figures = (math.inf, math.inf)
         self.cost = math.inf
         # What to try every other time, and its first temperature; whether it is yet untried.
         given = tuple(range(len(problem.graph)))
@@ -190,8 +193,12 @@ class _Board:
                     self._start, self._fresh = (schedule, hot), True
                     self._far, self._vain = far, False
                     self._start_cost = truth.cost
-            elif truth.cost < self.cost:
-                self._best, self.cost = schedule, truth.cost
+                return
+            figures: tuple[float, float] = (truth.cost, truth.peak)
+            if self.problem.minimize == "peak":
+                figures = (truth.peak, truth.cost)
+            if figures < self._figures:
+                self._best, self._figures, self.cost = schedule, figures, truth.cost
 
     def anneal(self, turn: int, seed: int) -> None:
         """One annealing; what it finds goes on the board."""
@@ -216,7 +223,14 @@ class _Board:
             if found is None and start is self._start[0]:
                 self._vain = self._far
         if found is not None and hot == _POLISH and self._may_improve():
-            self._improve(found, seed)
+            self.unless_broken(lambda: self._improve(found, seed))
+
+    def unless_broken(self, build: Callable[[], None]) -> None:
+        """Builds programs; where their solver breaks down, annealing goes on without any."""
+        try:
+            build()
+        except BrokenSolverError as error:
+            self.programs, self.trouble = False, str(error)
 
     def _may_improve(self) -> bool:
         """One worker at a time, half of its time if in vain, while programs are solved in it."""

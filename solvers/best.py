@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from .method import Monitor, Outcome, Problem
+from .method import ROUNDING, Monitor, Outcome, Problem
 from .schedule import Schedule, simulate
 
 
@@ -81,7 +81,7 @@ def dearest_cost(problem: Problem) -> float:
     """Seconds that ``max_overhead`` allows a schedule to take."""
     if problem.max_overhead is None:
         return math.inf
-    return (1 + problem.max_overhead) * problem.graph.cost
+    return (1 + problem.max_overhead + ROUNDING) * problem.graph.cost
 
 
 def check_options(problem: Problem, *known: str) -> None:

@@ -7,6 +7,9 @@ import numbers
 import re
 from fractions import Fraction
 
+LARGEST = 10**100
+"""Bytes of anything, at most: a float holds them."""
+
 _UNITS = {
     "": 1,
     "B": 1,
@@ -57,12 +60,14 @@ def parse_budget(budget: int | float | str, plain_peak: int) -> int:
         amount = Fraction(match[1].replace(",", "").replace("_", ""))
         if is_share(budget):
             return _share(amount / 100 if unit == "%" else amount, plain_peak, budget)
-        return int(amount * _UNITS[unit])
+        return parse_budget(int(amount * _UNITS[unit]), plain_peak)
     if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
         raise ValueError(f"a budget is a number of bytes, a fraction or text, not {budget!r}")
     if isinstance(budget, numbers.Integral):
         if budget < 0:
             raise ValueError(f"budget is {budget} bytes; it must not be negative")
+        if budget > LARGEST:
+            raise ValueError(f"a budget of {len(str(int(budget)))} digits is more than any memory")
         return int(budget)
     budget = float(budget)  # a share
     if not math.isfinite(budget):

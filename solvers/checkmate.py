@@ -34,8 +34,8 @@ Stronger than the paper's: (4) row by row instead of one big-M row.  Fixed by
 dominance: nothing runs again, and no value is held, after the last stage in
 which a run could read it.
 
-O(n (n + edges)) variables and rows: exact, and out of reach of open solvers
-past about 60 nodes.
+O(n (n + edges)) variables, and rows with one more for each two readers of a value
+and stage: exact, and out of reach of open solvers past about 60 nodes.
 
 Options:
   backend: "cbc" (default) or "highs".

@@ -106,6 +106,8 @@ def lower_bound(problem: Problem, monitor: Monitor) -> tuple[float, Schedule | N
         should_stop=monitor.should_stop,
     )
     start = None if solution.values is None else decode(graph, program, solution.values)
+    if solution.bound == np.inf:
+        return np.inf, start
     return graph.cost * (1 + max(0.0, solution.bound) / 100), start
 
 
@@ -114,7 +116,7 @@ def formulate(problem: Problem, monitor: Monitor) -> GapCover | None:
     graph, order = problem.graph, problem.order
     count, nodes = len(graph), graph.nodes
     _, needed = problem.first_run_bytes
-    excess = needed - problem.budget
+    excess = needed - min(problem.budget, int(needed.max(initial=0)))
     moments = np.flatnonzero(excess > 0)
     if len(moments) == 0:
         return None

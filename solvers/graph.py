@@ -28,13 +28,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from .budget import LARGEST
 from .files import read_json, write_json
 
 FORMAT = "remat-graph/1"
 
 _DEAREST = 1e200  # seconds of a node: sums stay finite ...
 _CHEAPEST = 1e-305  # ... and shares of them, too
-_LARGEST = 10**100  # bytes that a float holds
 
 
 class GraphError(ValueError):
@@ -264,7 +264,7 @@ def _check(graph: Graph) -> None:
             value = getattr(node, key)
             if not _is_integer(value) or value < 0:
                 raise GraphError(f"{where}: {key} must be a whole number >= 0, not {value!r}")
-            if value > _LARGEST:
+            if value > LARGEST:
                 raise GraphError(f"{where}: {key} has {value.bit_length()} bits, too many")
         for key in ("recomputable", "backward"):
             if not isinstance(getattr(node, key), bool):
@@ -273,7 +273,7 @@ def _check(graph: Graph) -> None:
         raise GraphError(
             f"the costs add up to {graph.cost}, too little to compare; write them in another unit"
         )
-    if not _is_integer(graph.resident) or not 0 <= graph.resident <= _LARGEST:
+    if not _is_integer(graph.resident) or not 0 <= graph.resident <= LARGEST:
         raise GraphError(f"resident must be a whole number >= 0, not {graph.resident!r:.40}")
     for index in graph.outputs:
         if not _is_integer(index) or not 0 <= index < count:

@@ -63,6 +63,10 @@ class Problem:
         return memory_floor(self.graph, self.first_run_bytes[0])
 
 
+ROUNDING = 1e-12
+"""How far sums of costs may be off, relative to the cost of the graph."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a method found.

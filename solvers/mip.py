@@ -121,6 +121,10 @@ class Solution:
     bound: float
 
 
+class BrokenSolverError(ChildProcessError):
+    """The process of a solver ended before it gave an answer."""
+
+
 def write_message(stream: IO[bytes], message: bytes) -> None:
     """Writes bytes so that ``read_message`` knows where they end."""
     stream.write(len(message).to_bytes(8, "little"))
@@ -164,7 +168,7 @@ def solve_mip(
         found is lost.
 
     Raises:
-      RuntimeError: if the solver broke down.
+      BrokenSolverError: if the solver broke down.
       ValueError: if there is no such backend.
     """
     backend = backend or default_backend()
@@ -173,11 +177,7 @@ def solve_mip(
     question = io.BytesIO()
     np.savez(question, time_limit=time_limit, relative_gap=relative_gap, **vars(formulation))
     until = time.monotonic() + time_limit + _GRACE
-    idle = _idle.setdefault(backend, [])
-    try:
-        child = idle.pop()
-    except IndexError:  # another thread may have the one that was there
-        child = _Child(backend)
+    child = _waiting(backend)
     with ThreadPoolExecutor(1, "remat-mip") as pool:
         job = pool.submit(child.ask, question.getvalue())
         while not wait([job], _TICK).done:
@@ -186,8 +186,8 @@ def solve_mip(
                 return Solution("stopped", None, None, -np.inf)
         raw = job.result()
     if raw is None:
-        raise RuntimeError(f"the solver {backend} broke down: {child.complaint()}")
-    idle.append(child)
+        raise BrokenSolverError(f"the solver {backend} broke down: {child.complaint()}")
+    _idle[backend].append(child)
     with np.load(io.BytesIO(raw), allow_pickle=False) as answer:
         found = bool(answer["found"])
         return Solution(
@@ -196,6 +196,19 @@ def solve_mip(
             objective=float(answer["objective"]) if found else None,
             bound=float(answer["bound"]),
         )
+
+
+def _waiting(backend: str) -> _Child:
+    """A process that waits for a program: one that is there and has not ended, or a new one."""
+    idle = _idle.setdefault(backend, [])
+    while True:
+        try:
+            child = idle.pop()
+        except IndexError:  # another thread may have the one that was there
+            return _Child(backend)
+        if child.alive():
+            return child
+        child.end()
 
 
 def prepare(backend: str, count: int = 1) -> None:
@@ -234,6 +247,10 @@ class _Child:
         except BrokenPipeError:
             return None
         return read_message(process.stdout)
+
+    def alive(self) -> bool:
+        """Whether the process is there; another may have ended it while it was idle."""
+        return self._process.poll() is None
 
     def complaint(self) -> str:
         """What an ended process wrote to standard error, the end of it."""

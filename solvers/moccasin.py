@@ -244,7 +244,8 @@ def _build(cp_model: ModuleType, problem: Problem, copies: int) -> _Model:
         for interval in own
     )
     if problem.max_overhead is not None:
-        program.add(cost <= int(_COSTS * (1 + problem.max_overhead)))
+        slack = sum(map(len, intervals))  # each price is rounded
+        program.add(cost <= int(_COSTS * (1 + problem.max_overhead)) + slack)
     return _Model(program, variables, start_from, intervals, memory, capacity, cost)
 
 

@@ -116,6 +116,8 @@ class Stages:
 def moments(problem: Problem, monitor: Monitor) -> Outcome:
     """Refines until the best schedule is found and proven; see the module."""
     check_options(problem, "backend")
+    if problem.minimize != "cost":
+        return Outcome(None, message="moments minimizes the cost, not the peak")
     refine(problem, monitor, monitor.found)
     return Outcome(None)
 
@@ -163,7 +165,8 @@ def refine(
         program = formulate(graph, order, budget, moments, inner, floats)
         while True:
             solution = _solve(problem, monitor, program, until, _GAPS[level])
-            monitor.bounded(graph.cost * solution.bound / 100)
+            bound = solution.bound
+            monitor.bounded(bound if bound == math.inf else graph.cost * bound / 100)
             cut_short = solution.status in ("stopped", "feasible")
             added = more() if cut_short else 0.0
             if not added:

@@ -32,6 +32,7 @@ from .sequence import (
     LENGTH,
     LOGGED,
     MARK,
+    MOST,
     NEWEST,
     NODE,
     NONE,
@@ -60,7 +61,6 @@ from .sequence import (
 
 _RECOMPUTE, _REMOVE = 0.25, 0.2  # shares of the changes; the rest shift
 _PUSH = 0.2  # share of the shifts beyond what is legal that drag others along
-_MOST = 40  # events that one change may recompute or drag along
 
 
 @entry
@@ -159,7 +159,7 @@ def _change(tables: Tables, state: State, random: np.ndarray) -> bool:
         start, stop = tables.node[node, SOURCES], tables.node[node, SOURCES + 1]
         if start < stop:
             source = tables.neighbour[start + _below(random, stop - start)]
-            most = int(math.exp(_uniform(random) * math.log(_MOST)))
+            most = int(math.exp(_uniform(random) * math.log(MOST)))
             _recompute(tables, state, source, event, most)
         return True
     if kind < _RECOMPUTE + _REMOVE:
@@ -313,7 +313,7 @@ def _dependants(tables: Tables, state: State, target: int) -> int:
                 stack[count, 0] = event
                 count += 1
                 break
-        if count > _MOST:
+        if count > MOST:
             break
     return count
 
@@ -334,7 +334,7 @@ def _dependencies(tables: Tables, state: State, target: int) -> int:
             for i in range(tables.node[node, SOURCES], tables.node[node, SOURCES + 1]):
                 copy = copy_read(state, tables.neighbour[i], position)
                 state.event[copy, MARK] = stamp
-        if count > _MOST:
+        if count > MOST:
             break
     return count
 
@@ -347,7 +347,7 @@ def _place(tables: Tables, state: State, count: int, position: int) -> bool:
     Returns:
       False if one of them may not go there.
     """
-    if count > _MOST:
+    if count > MOST:
         return False
     stack, several = state.stack, False
     step = -1 if position > state.event[stack[0, 0], POSITION] else 1

@@ -17,7 +17,7 @@ nodes and a lookahead of d runs; a second for 5,000 nodes.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from heapq import heapify, heappop, heappush
 from itertools import product
 from math import prod
@@ -83,7 +83,7 @@ def _list_schedule(graph: Graph, window: int, lookahead: int) -> Schedule:
         peak = max(peak, reached)
         done[node] = True
         schedule.append(node)
-        ready.remove(ranks[node])
+        del ready[bisect_left(ready, ranks[node])]
         for other in touched:
             insort(ready, ranks[other])
         # Who is now the last to read something may free it.

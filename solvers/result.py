@@ -126,6 +126,7 @@ class Result:
                 self.floor,
                 tuple(graph.nodes[index].name for index in self.floor_nodes),
                 self.least_budget,
+                graph.resident,
             )
         return Plan(
             graph=graph.fingerprint,

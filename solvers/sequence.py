@@ -39,6 +39,7 @@ LENGTH, SPARE, BUDGET, EXCESS, LOGGED, STAMP = range(6)
 # Kinds of log entries.
 _RANGE, _LAST_USE, _ATTACHED, _DETACHED, _MOVED = range(5)
 
+MOST = 40  # events that one change may recompute or drag along
 _LONGEST_CHANGE = 256  # attach, detach and move calls that one log can hold
 
 # How long numba compiles matters: it is the first that a new user waits for.  What only compiled
@@ -163,7 +164,7 @@ def make_state(
         number=np.zeros(6, np.int64),
         cost=np.zeros(1),
         log=np.zeros((_LONGEST_CHANGE * (3 * widest + 8), 4), np.int64),
-        stack=np.zeros((room * (widest + 1), 2), np.int64),
+        stack=np.zeros((room + (MOST + 1) * (widest + 1), 2), np.int64),
     )
     length = len(schedule) + 1
     events = np.arange(length)  # an event's identity is its position, to begin with

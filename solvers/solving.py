@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from .budget import format_bytes, parse_budget
 from .graph import Graph
-from .method import Method, Monitor, Outcome, Problem
+from .method import ROUNDING, Method, Monitor, Outcome, Problem
 from .result import Result, Status
 from .schedule import Schedule, simulate
 
@@ -108,7 +108,8 @@ def solve(
       budget: bytes that the peak may reach, a fraction in (0, 1] of the peak
         of the given order, or text such as "4GiB" or "50%".
       solver: a name in ``METHODS``, or a method of your own (see ``method``).
-      time_limit: seconds, kept within 10 %; None for ``default_time_limit``.
+      time_limit: seconds, kept within 10 %; None for ``default_time_limit``, or for
+        none where there is a move limit.
         The first solve after an install compiles for some ten seconds (see
         ``compiling``): this extends the default, and a limit only while no
         schedule within the budget is known.
@@ -146,9 +147,9 @@ def solve(
     """
     method = load_method(solver)
     limited = time_limit is not None
-    if time_limit is None:
+    if time_limit is None and "moves" not in options:
         time_limit = default_time_limit(graph)
-    if not 0 < time_limit < math.inf:
+    if time_limit is not None and not 0 < time_limit < math.inf:
         raise ValueError(f"time_limit is {time_limit} seconds; it must be above 0 and finite")
     if max_overhead is not None and not max_overhead >= 0:
         raise ValueError(f"max_overhead is {max_overhead}; it must be a fraction >= 0 or None")
@@ -163,15 +164,16 @@ def solve(
     if seed < 0:
         raise ValueError(f"seed is {seed}; it must be 0 or more")
     judge = _Judge(_name(solver))
-    longer = max(time_limit, _LONG)
+    patience: Sequence[tuple[float, float]] = ()
+    if time_limit is not None and not limited:
+        longer = max(time_limit, _LONG)
+        patience = ((longer - time_limit, 0.0), (max(0.0, _LONGEST - longer), _WIDE))
     monitor = Monitor(
         time_limit,
         judge.schedule,
         judge.bound,
         may_extend=lambda: judge.may_extend(limited),
-        patience=()
-        if limited
-        else ((longer - time_limit, 0.0), (max(0.0, _LONGEST - longer), _WIDE)),
+        patience=patience,
         max_gap=max_gap,
     )
     given = tuple(range(len(graph)))
@@ -193,13 +195,13 @@ def solve(
         method = _least_peak
     with ThreadPoolExecutor(1, "remat-solve") as pool, _stop_on_signals(monitor) as stopped:
         job = pool.submit(method, problem, monitor)
-        reported, told_at = -1, 0.0
+        reported, second = -1, 0
         try:
             while not wait([job], _TICK).done:
                 judge.look()
-                changed, now = judge.changes, monitor.elapsed()
-                if progress is not None and (changed != reported or now - told_at >= 1):
-                    reported, told_at = changed, now
+                changed, now = judge.changes, int(monitor.elapsed())
+                if progress is not None and (changed != reported or now != second):
+                    reported, second = changed, now
                     progress(judge.result(None, False))
         finally:  # an error in ``progress`` must not wait for the method
             monitor.stop()
@@ -227,7 +229,8 @@ def frontier(
       **arguments: as ``solve`` takes them; ``time_limit`` is for each budget.
 
     Returns:
-      One result for each budget, in the order of ``budgets``.
+      One result for each budget, in the order of ``budgets``; after Ctrl-C or SIGTERM
+      for those that were solved by then, and the one that was interrupted.
     """
     plain_peak = simulate(graph, range(len(graph))).peak
     wanted = [parse_budget(budget, plain_peak) for budget in budgets]
@@ -307,7 +310,7 @@ class _Judge:
         """Starts judging."""
         self.problem, self.monitor = problem, monitor
         allowed = problem.max_overhead
-        self._most_overhead = math.inf if allowed is None else allowed + 1e-12
+        self._most_overhead = math.inf if allowed is None else allowed + ROUNDING
         self.floor, self.floor_nodes = problem.floor
         # Every node runs at least once, whatever the budget.
         self._bound = problem.graph.cost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from dags import plain_peak, unit_chain
 
@@ -186,6 +188,35 @@ def test_progress_is_told_from_the_calling_thread_and_never_gets_worse() -> None
     assert overheads == sorted(overheads, reverse=True)
     bounds = [r.lower_bound for r in told]
     assert bounds == sorted(bounds)
+
+
+def test_a_solver_that_breaks_down_leaves_annealing_its_time() -> None:
+    def kill() -> None:
+        while not done.wait(0.01):
+            for child in psutil.Process().children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if any("mip_backends" in word for word in child.cmdline()):
+                        child.kill()
+
+    done = threading.Event()
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        result = solve(HARD, 0.4, time_limit=2)
+    finally:
+        done.set()
+        killer.join()
+    assert result.schedule is not None
+    assert "broke down" in result.message
+
+
+def test_a_move_limit_is_not_cut_by_the_default_time_limit() -> None:
+    limit = solve(HARD, 0.4, solver="anneal", time_limit=0.5, moves=10**9)
+    assert limit.seconds < 1
+    assert "time limit came before the last move" in limit.message
+    whole = [solve(HARD, 0.6, solver="anneal", moves=100_000, seed=3) for _ in range(2)]
+    assert whole[0].schedule == whole[1].schedule
+    assert not whole[0].message
 
 
 def test_an_error_in_progress_ends_the_solve_at_once() -> None:
@@ -369,6 +400,38 @@ def test_a_value_that_ten_thousand_nodes_read(solver: str) -> None:
     edges = tuple((0, i) for i in range(1, count)) + tuple((i, i + 1) for i in range(1, count - 1))
     graph = Graph("star", nodes(*[7] * count), edges)
     assert solve(graph, 1.0, solver=solver, time_limit=5).overhead == 0
+
+
+def test_a_node_that_reads_thirty_thousand() -> None:
+    count = 30_000
+    graph = Graph(
+        "fan",
+        nodes(5, *[1] * count, 1, 1),
+        (*((i, count + 1) for i in range(1, count + 1)), (0, count + 2), (count + 1, count + 2)),
+    )
+    # Within the budget only if what the last node reads comes late.
+    result = solve(graph, count + 1, solver="anneal", time_limit=5)
+    assert result.peak is None or result.peak <= count + 1
+    assert result.status is not Status.INTERRUPTED
+
+
+@pytest.mark.parametrize("solver", ["chen_sqrt", "griewank", "moccasin", "anneal"])
+def test_an_overhead_that_a_result_has_is_one_to_ask_for(solver: str) -> None:
+    chain = unit_chain(14, reads=2)
+    priced = Graph(
+        chain.name, tuple(Node(node.name, 0.1, node.bytes) for node in chain.nodes), chain.edges
+    )
+    found = solve(priced, 0.8, solver=solver, time_limit=1)
+    assert found.overhead is not None
+    again = solve(priced, 0.8, solver=solver, time_limit=1, max_overhead=found.overhead)
+    assert again.overhead == pytest.approx(found.overhead)
+
+
+@pytest.mark.parametrize("solver", ["auto", "gap_cover", "lp_rounding", "anneal"])
+def test_a_budget_without_bounds(solver: str) -> None:
+    assert solve(CHAIN, 10**30, solver=solver, time_limit=5).overhead == 0
+    with pytest.raises(ValueError, match="a budget of 401 digits is more than any memory"):
+        solve(CHAIN, 10**400, solver=solver)
 
 
 # Files

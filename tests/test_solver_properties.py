@@ -200,16 +200,17 @@ def test_what_is_returned_may_be_computed_again_before_its_weights_change() -> N
     assert result.cost == optimum(graph, 20) == graph.cost + 3
 
 
+@pytest.mark.parametrize("cost", [1, 0])
 @pytest.mark.parametrize("solver", ["moments", "auto"])
-def test_a_budget_above_the_floor_is_proven_infeasible(solver: str) -> None:
+def test_a_budget_above_the_floor_is_proven_infeasible(solver: str, cost: float) -> None:
     # While m2 runs, p or q is held, too; no node alone says so.
     once = {"recomputable": False}
     nodes = (
-        Node("p", 1, 10, **once),  # type: ignore[arg-type]
-        Node("q", 1, 10, **once),  # type: ignore[arg-type]
-        Node("m1", 1, 5),
-        Node("m2", 1, 20),
-        Node("end", 1, 1),
+        Node("p", cost, 10, **once),  # type: ignore[arg-type]
+        Node("q", cost, 10, **once),  # type: ignore[arg-type]
+        Node("m1", cost, 5),
+        Node("m2", cost, 20),
+        Node("end", cost, 1),
     )
     graph = Graph("either", nodes, ((0, 1), (0, 2), (2, 3), (3, 4), (1, 4)))
     result = solve(graph, 33, solver=solver, time_limit=20)
