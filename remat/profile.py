@@ -12,7 +12,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tensorflow as tf
@@ -176,13 +176,19 @@ def measured_pricer(
 
 
 def recorded_pricer(device: str | None = None) -> Pricer:
-    """Prices from the user's table of this device as it is.
+    """Prices from the user's table of this device as it is, without scratch memory.
+
+    What operations of other sizes take of that says little, and nothing is measured here;
+    running the step does.
 
     Raises:
       TableError: if the table on disk is damaged; the message names the file.
     """
     device = device or default_device()
-    return Pricer(spec_at_hand(device), _table(table_path(device)))
+    rows = _table(table_path(device)).rows
+    return Pricer(
+        spec_at_hand(device), Table(tuple(replace(row, workspace_bytes=None) for row in rows))
+    )
 
 
 def spec_at_hand(device: str | None = None) -> DeviceSpec:

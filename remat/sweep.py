@@ -408,7 +408,13 @@ def _outcomes(
 
 def _document(source: Source, store: Store) -> bytes:
     if isinstance(source, SavedGraph):
-        return source.path.read_bytes()
+        content = source.path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != source.key:
+            raise ValueError(
+                f"{source.path} has changed since the sweep began; what is done is kept; start "
+                "it again to go on with what it holds now"
+            )
+        return content
     document = store.graph(source)
     assert document is not None
     return document

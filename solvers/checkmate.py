@@ -86,7 +86,9 @@ def checkmate(problem: Problem, monitor: Monitor) -> Outcome:
     if problem.start is not None:
         start = simulate(graph, problem.start)
         known = start.cost if start.peak <= problem.budget else None
-    program = formulate(graph, problem.budget, known)
+    program = formulate(graph, problem.budget, monitor, known)
+    if program is None:
+        return Outcome(None, message="time was up before the program was built")
     solution = solve_mip(
         program.formulation,
         time_limit=monitor.remaining(),
@@ -104,12 +106,15 @@ def checkmate(problem: Problem, monitor: Monitor) -> Outcome:
     )
 
 
-def formulate(graph: Graph, budget: int, cost_below: float | None = None) -> Checkmate:
-    """Builds the program.
+def formulate(
+    graph: Graph, budget: int, monitor: Monitor, cost_below: float | None = None
+) -> Checkmate | None:
+    """Builds the program; None if it is to stop before that is done.
 
     Args:
       graph: the graph.
       budget: bytes that the peak may reach.
+      monitor: says when to stop.
       cost_below: seconds that a schedule must cost less than, or None.
     """
     count, scale = len(graph), max(1, budget)
@@ -138,6 +143,8 @@ def formulate(graph: Graph, budget: int, cost_below: float | None = None) -> Che
         return [(1.0, column) for column in (runs[t, i], held[t, i]) if column >= 0]
 
     for t in range(stages):
+        if monitor.should_stop():
+            return None
         freed: dict[tuple[int, int], int] = {}
         for k in np.flatnonzero(may_run[t]).tolist():
             for i in sources[k]:

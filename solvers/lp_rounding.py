@@ -60,7 +60,9 @@ def lp_rounding(problem: Problem, monitor: Monitor) -> Outcome:
     for allowance in _ALLOWANCES:
         if allowance >= too_much:
             continue
-        program = formulate(graph, int((1 - allowance) * problem.budget))
+        program = formulate(graph, int((1 - allowance) * problem.budget), monitor)
+        if program is None:
+            break
         solution = solve_mip(
             program.formulation.relaxed(),
             time_limit=monitor.remaining(),
@@ -75,6 +77,8 @@ def lp_rounding(problem: Problem, monitor: Monitor) -> Outcome:
             held = np.where(program.held >= 0, solution.values[program.held], 0.0)
             best.offer(run_what_must(graph, held > 0.5))
             for draw in random.random((_DRAWS, *held.shape)):
+                if monitor.should_stop():
+                    break
                 best.offer(run_what_must(graph, draw < held))
         if best.done:
             break

@@ -251,6 +251,14 @@ def test_wrong_options_are_named(method: Method, options: dict[str, Any], compla
         method(Problem(graph, plain_peak(graph), options=options), Monitor())
 
 
+def test_moccasin_allows_the_overhead_that_a_schedule_has() -> None:
+    # Seven runs of equal cost, each rounded up, are above seven sixths of the whole.
+    nodes = tuple(Node(str(number), 1.0, size) for number, size in enumerate((1, 2, 2, 2, 2, 1)))
+    chain = Graph("chain", nodes, ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (0, 5)))
+    outcome = moccasin(Problem(chain, 4, workers=2, max_overhead=1 / 6), Monitor(20.0))
+    assert overhead(chain, outcome.schedule) == pytest.approx(1 / 6)
+
+
 def test_moccasin_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ortools", "ortools.sat.python"):
         monkeypatch.setitem(sys.modules, name, None)

@@ -415,7 +415,7 @@ def test_a_node_that_reads_thirty_thousand() -> None:
     assert result.status is not Status.INTERRUPTED
 
 
-@pytest.mark.parametrize("solver", ["chen_sqrt", "griewank", "moccasin", "anneal"])
+@pytest.mark.parametrize("solver", ["chen_sqrt", "griewank", "anneal"])
 def test_an_overhead_that_a_result_has_is_one_to_ask_for(solver: str) -> None:
     chain = unit_chain(14, reads=2)
     priced = Graph(
