@@ -48,13 +48,8 @@ from .tables import begin, command, ended, machine, positive, positive_int, reme
 
 _BUDGETS = ("90%", "80%", "70%")
 _SOLVERS = tuple(METHODS)
-_SEEDED = (
-    "auto",
-    "anneal",
-    "gap_cover",
-    "lp_rounding",
-    "moccasin",
-)  # the others do not depend on a seed
+# The others do not depend on a seed.
+_SEEDED = ("auto", "anneal", "gap_cover", "lp_rounding", "moccasin")
 
 _FIELDS = ("status", "overhead", "lower_bound", "peak", "seconds")  # of a ``Result``
 
