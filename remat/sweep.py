@@ -58,7 +58,21 @@ class SavedGraph:
     @staticmethod
     def of(path: Path) -> SavedGraph:
         """The file's name without its ending names the graph."""
-        return SavedGraph(path.stem, path, hashlib.sha256(path.read_bytes()).hexdigest())
+        return SavedGraph(path.stem, path, _sha256(path.read_bytes()))
+
+    def content(self) -> bytes:
+        """What the file holds.
+
+        Raises:
+          ValueError: if that is no longer what ``key`` is of.
+        """
+        content = self.path.read_bytes()
+        if _sha256(content) != self.key:
+            raise ValueError(
+                f"{self.path} has changed since the sweep began; what is done is kept; start "
+                "it again to go on with what it holds now"
+            )
+        return content
 
 
 @dataclass(frozen=True)
@@ -408,13 +422,7 @@ def _outcomes(
 
 def _document(source: Source, store: Store) -> bytes:
     if isinstance(source, SavedGraph):
-        content = source.path.read_bytes()
-        if hashlib.sha256(content).hexdigest() != source.key:
-            raise ValueError(
-                f"{source.path} has changed since the sweep began; what is done is kept; start "
-                "it again to go on with what it holds now"
-            )
-        return content
+        return source.content()
     document = store.graph(source)
     assert document is not None
     return document
@@ -459,4 +467,8 @@ def _named(reason: str, source: Source) -> str:
 
 
 def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return _sha256(json.dumps(content).encode())
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

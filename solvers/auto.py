@@ -153,7 +153,7 @@ class _Board:
         self.programs = problem.minimize == "cost" and len(problem.graph.edges) <= _DENSE
         self.trouble = ""  # why there are no more of them
         self._best: Schedule | None = None
-        self._figures = (math.inf, math.inf)
+        self._rank = (math.inf, math.inf)
         self.cost = math.inf
         # What to try every other time, and its first temperature; whether it is yet untried.
         given = tuple(range(len(problem.graph)))
@@ -194,11 +194,9 @@ class _Board:
                     self._far, self._vain = far, False
                     self._start_cost = truth.cost
                 return
-            figures: tuple[float, float] = (truth.cost, truth.peak)
-            if self.problem.minimize == "peak":
-                figures = (truth.peak, truth.cost)
-            if figures < self._figures:
-                self._best, self._figures, self.cost = schedule, figures, truth.cost
+            rank = self.problem.rank(truth.cost, truth.peak)
+            if rank < self._rank:
+                self._best, self._rank, self.cost = schedule, rank, truth.cost
 
     def anneal(self, turn: int, seed: int) -> None:
         """One annealing; what it finds goes on the board."""

@@ -38,9 +38,7 @@ class Best:
         if problem.budget < result.peak < self.least_peak:
             self._monitor.found(schedule)  # the least budget known
         self.least_peak = min(self.least_peak, result.peak)
-        key: tuple[float, float] = (result.cost, result.peak)
-        if problem.minimize == "peak":
-            key = (result.peak, result.cost)
+        key = problem.rank(result.cost, result.peak)
         if result.peak <= problem.budget and key < self._key:
             self.schedule, self._key = schedule, key
             self.done = problem.minimize == "cost" and len(schedule) == len(problem.graph)

@@ -47,6 +47,10 @@ class Problem:
     start: Schedule | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def rank(self, cost: float, peak: float) -> tuple[float, float]:
+        """What the better of two schedules has less of, first what is minimized."""
+        return (peak, cost) if self.minimize == "peak" else (cost, peak)
+
     @cached_property
     def order(self) -> Precedence:
         """Which nodes run first before which, in every schedule."""

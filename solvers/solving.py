@@ -147,8 +147,11 @@ def solve(
     """
     method = load_method(solver)
     limited = time_limit is not None
+    patience: Sequence[tuple[float, float]] = ()
     if time_limit is None and "moves" not in options:
         time_limit = default_time_limit(graph)
+        longer = max(time_limit, _LONG)
+        patience = ((longer - time_limit, 0.0), (max(0.0, _LONGEST - longer), _WIDE))
     if time_limit is not None and not 0 < time_limit < math.inf:
         raise ValueError(f"time_limit is {time_limit} seconds; it must be above 0 and finite")
     if max_overhead is not None and not max_overhead >= 0:
@@ -164,10 +167,6 @@ def solve(
     if seed < 0:
         raise ValueError(f"seed is {seed}; it must be 0 or more")
     judge = _Judge(_name(solver))
-    patience: Sequence[tuple[float, float]] = ()
-    if time_limit is not None and not limited:
-        longer = max(time_limit, _LONG)
-        patience = ((longer - time_limit, 0.0), (max(0.0, _LONGEST - longer), _WIDE))
     monitor = Monitor(
         time_limit,
         judge.schedule,
@@ -324,14 +323,10 @@ class _Judge:
             return
         with self._lock:
             self._least_peak = min(self._least_peak, truth.peak)
-            figures: list[tuple[float, float, Schedule]] = [
-                (truth.cost, truth.peak, schedule),
-                # Of equals always the same one, whichever worker was first.
-                (self._cost, self._peak, self._best or ()),
-            ]
-            if self.problem.minimize == "peak":
-                figures = [(peak, cost, runs) for cost, peak, runs in figures]
-            if within and figures[0] < figures[1]:
+            rank = self.problem.rank
+            # Of equals always the same one, whichever worker was first.
+            new = (*rank(truth.cost, truth.peak), schedule)
+            if within and new < (*rank(self._cost, self._peak), self._best or ()):
                 self._best, self._cost, self._peak = schedule, truth.cost, truth.peak
                 self.changes += 1
             self._stop_if_done()
