@@ -49,6 +49,7 @@ _FOLLOW = 1.2  # it changes by this factor at each look at the schedule ...
 _LEAST, _MOST = 1e-9, 1e9  # ... between these
 _STEEP = 0.1, 10.0  # first and last weight where something else is looked for
 _NEAR_THE_END = 0.9  # of the changes or the time
+_ANEW = 0.3  # share of the recomputations after that whose inputs run again even if held
 _LOOKS = 400  # at the schedule in a cooling, at least
 _SECONDS, _CHUNK = 0.02, 1000  # between looks, at most: seconds; changes, by the move count
 
@@ -109,8 +110,8 @@ def anneal_once(
       at_any_cost: end with the first schedule within the budget, however dear.  Where
         budgets are tight this takes a moment, and cooling alone would often miss them.
       rescue: if nothing within the budget was found until near the end, what is left
-        is the warmer half of another cooling, at any cost, until something is: what two
-        dear changes lead to is out of reach where the first of them gains nothing.
+        is another cooling, at any cost until something is: what two dear changes lead
+        to is out of reach where the first of them gains nothing.
 
     Returns:
       The best schedule found within the budget, or None (if time ran out before it began, too).
@@ -140,6 +141,7 @@ def anneal_once(
     first = math.log(hot / _HOT) / math.log(_COLD / _HOT)
     for_cost = problem.minimize == "cost" and not at_any_cost
     weight = _HEAVY
+    rescued = False
     while not should_stop():
         now = monitor.elapsed()
         if moves is not None:
@@ -149,18 +151,21 @@ def anneal_once(
         if progress >= 1 or (at_any_cost and figure[0] > 0):
             break
         lost = rescue and progress > _NEAR_THE_END and figure[0] == 0
-        if lost:  # where it is colder, nothing crosses what lies between
-            progress = 0.5 * (progress - _NEAR_THE_END) / (1 - _NEAR_THE_END)
+        rescued |= lost
+        if rescued:  # where it is colder, nothing crosses what lies between
+            progress = (progress - _NEAR_THE_END) / (1 - _NEAR_THE_END)
         temperature = mean * _between(hot, _COLD, progress)
         cooled = first + (1 - first) * progress
         if lost or not for_cost:
             weight = _between(*_STEEP, progress)
-        elif cooled < _RISE:
+        elif cooled < _RISE and not rescued:
             weight = _between(_LIGHT, _HEAVY, cooled / _RISE)
         else:
             weight *= _FOLLOW if state.number[EXCESS] > 0 else 1 / _FOLLOW
             weight = min(max(weight, _LEAST), _MOST)
-        terms = np.array([0.0 if lost else price, allowance, weight, tighten])
+        terms = np.array(
+            [0.0 if lost else price, allowance, weight, tighten, _ANEW if rescued else 0.0]
+        )
         if moves is not None:
             chunk = min(_CHUNK, max(1, moves // _LOOKS), moves - done)
         anneal_at(tables, state, random, best, figure, terms, temperature, chunk)

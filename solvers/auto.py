@@ -16,6 +16,7 @@ order.  What comes of a suggestion then gets the best recomputations for its ord
 Where a start is far above a tight budget, any schedule within it is found first, at
 any cost, and this one is heated again and again.  ``solve`` stops the method once
 the best schedule meets the bound.  A single worker does one after the other.
+Of a graph of few nodes, all schedules are looked at instead (``exhaustive``).
 
 The parts cite their papers.  Complexity: it takes the time that it is given;
 see the parts.
@@ -34,6 +35,7 @@ from .anneal import anneal_once
 from .best import check_options
 from .chen import chen_greedy
 from .compiling import excuse
+from .exhaustive import MOST_NODES, best_of_all
 from .feng_huang import feng_huang
 from .gap_cover import REPAIR, lower_bound
 from .griewank import griewank
@@ -71,6 +73,8 @@ _LARGE = 2000  # nodes from which on a cold start does not pay
 def auto(problem: Problem, monitor: Monitor) -> Outcome:
     """Heuristics, proofs and annealing; see the module.  No options."""
     check_options(problem)
+    if len(problem.graph) <= MOST_NODES and problem.minimize == "cost":
+        return _look_at_all(problem, monitor)
     board = _Board(problem, monitor)
     if problem.start is not None:
         board.offer(problem.start, REPAIR)
@@ -79,6 +83,19 @@ def auto(problem: Problem, monitor: Monitor) -> Outcome:
         for job in jobs:
             job.result()
     return Outcome(None, message=board.trouble or excuse(monitor))
+
+
+def _look_at_all(problem: Problem, monitor: Monitor) -> Outcome:
+    schedule = best_of_all(problem, monitor)
+    if schedule is not None:
+        return Outcome(schedule, simulate(problem.graph, schedule).cost)
+    if monitor.should_stop():
+        return Outcome(None)
+    # It is proven; what is left to find is the least budget that works.
+    anything = replace(
+        problem, minimize="peak", budget=simulate(problem.graph, range(len(problem.graph))).peak
+    )
+    return Outcome(best_of_all(anything, monitor), infeasible=True)
 
 
 def _work(board: _Board, worker: int) -> None:

@@ -114,7 +114,7 @@ def _call() -> None:
     tables = make_tables(graph, 1)
     state = make_state(graph, tables, (0,), 1, 1)
     random, best = np.ones(1, np.uint64), np.empty(len(state.at), np.int64)
-    anneal_at(tables, state, random, best, np.zeros(2), np.ones(4), 1.0, 1)
+    anneal_at(tables, state, random, best, np.zeros(2), np.ones(5), 1.0, 1)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 A change is one of
 
 - *recompute*: run a node again just before one of its readers, and before
-  that the inputs that are no longer held, and theirs, up to a number drawn
+  that the inputs that are no longer held (or any), and theirs, up to a number drawn
   for the whole change; then nothing holds the older copy for that reader;
 - *remove* a copy, and whatever only it read;
 - *shift* an event to a place where the schedule stays legal;
@@ -86,19 +86,20 @@ def anneal_at(
       best: receives the best schedule within the budget (and allowance).
       figure: (2,): number of events in ``best``; its cost, or where
         ``tighten`` is above 0 its peak (in units, less the resident).
-      terms: (4,): price, allowance, weight, and ``tighten``: if above 0, the
-        budget follows every peak found, this fraction below it.
+      terms: (5,): price, allowance, weight; ``tighten``: if above 0, the
+        budget follows every peak found, this fraction below it; ``anew``: share
+        of the recomputations that run their inputs again, too, even those held.
       temperature: in percent.
       changes: how many to try.
     """
-    price, allowance, weight, tighten = terms
+    price, allowance, weight, tighten, anew = terms
     number = state.number
     weight *= 100.0 / max(1, number[BUDGET])
     energy = price * max(0.0, state.cost[0] - allowance) + weight * number[EXCESS]
     for _ in range(changes):
         cost, excess = state.cost[0], number[EXCESS]
         number[LOGGED] = 0
-        legal = _change(tables, state, random)
+        legal = _change(tables, state, random, anew)
         if number[LOGGED] == 0:
             continue
         changed = price * max(0.0, state.cost[0] - allowance) + weight * number[EXCESS]
@@ -148,7 +149,7 @@ def _set_budget(state: State, budget: int) -> None:
 
 
 @part_of_caller
-def _change(tables: Tables, state: State, random: np.ndarray) -> bool:
+def _change(tables: Tables, state: State, random: np.ndarray, anew: float) -> bool:
     """Makes one random change; False if it must be undone."""
     length = state.number[LENGTH]
     kind = _uniform(random)
@@ -160,7 +161,8 @@ def _change(tables: Tables, state: State, random: np.ndarray) -> bool:
         if start < stop:
             source = tables.neighbour[start + _below(random, stop - start)]
             most = int(math.exp(_uniform(random) * math.log(MOST)))
-            _recompute(tables, state, source, event, most)
+            held_too = anew > 0 and _uniform(random) < anew
+            _recompute(tables, state, source, event, most, held_too)
         return True
     if kind < _RECOMPUTE + _REMOVE:
         for _ in range(8):  # most events are the only run of their node
@@ -190,8 +192,10 @@ def _change(tables: Tables, state: State, random: np.ndarray) -> bool:
 
 
 @compiled
-def _recompute(tables: Tables, state: State, source: int, reader: int, most: int) -> None:
-    """Runs a node again just before a reader, and missing inputs before that."""
+def _recompute(
+    tables: Tables, state: State, source: int, reader: int, most: int, held_too: bool
+) -> None:
+    """Runs a node again just before a reader, and missing inputs (or ``held_too``) before that."""
     state.number[STAMP] += 1
     stamp = state.number[STAMP]
     stack, event = state.stack, state.event
@@ -207,7 +211,7 @@ def _recompute(tables: Tables, state: State, source: int, reader: int, most: int
         copy = copy_read(state, node, position)
         if event[copy, MARK] == stamp:
             continue
-        if done > 0:
+        if done > 0 and not held_too:
             # Missing is an input that only this change holds on to.
             if event[copy, LAST_USE] != before:
                 continue

@@ -112,6 +112,35 @@ def test_annealing_finds_what_two_dear_changes_lead_to(seed: int) -> None:
     assert result.cost == optimum(graph, 4) == 2.0
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_annealing_goes_on_after_the_first_that_fits(seed: int) -> None:
+    """The first schedule within this budget runs both nodes that cost anything again."""
+    sizes = [(1, 3, None), (1, 1, None), (0, 0, None), (0, 1, 1), (0, 0, None), (0, 3, 0)]
+    nodes = tuple(
+        Node(f"node{index}", cost, size, forward=forward)
+        for index, (cost, size, forward) in enumerate([*sizes, (0, 0, None)])
+    )
+    edges = ((0, 1), (1, 3), (0, 4), (2, 4), (3, 4), (0, 5), (1, 6), (3, 6), (4, 6))
+    graph = Graph("in place", nodes, edges)
+    result = run(graph, 4, "anneal", seed=seed, moves=100_000)
+    assert result.cost == optimum(graph, 4) == 3.0
+
+
+@few(60)
+@given(graphs(most=7), PARTS)
+def test_auto_looks_at_all_schedules_of_a_few_nodes(graph: Graph, part: float) -> None:
+    budget = int(plain_peak(graph) * part)
+    result = run(graph, budget, "auto", time_limit=20.0)
+    least = optimum(graph, budget)
+    if least < math.inf:
+        assert result.status is Status.OPTIMAL
+        assert result.cost == result.lower_bound == pytest.approx(least)
+    else:
+        assert result.status is Status.INFEASIBLE
+        if result.floor <= budget:  # the least budget is known exactly, too
+            assert optimum(graph, result.least_budget - 1) == math.inf
+
+
 @pytest.mark.parametrize("solver", ["gap_cover", "moments"])
 def test_the_bound_is_below_the_optimum_of_all_orders(solver: str) -> None:
     @few(40)
