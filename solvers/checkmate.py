@@ -48,13 +48,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .best import check_options
 from .graph import Graph
 from .method import Monitor, Outcome, Problem
-from .mip import Builder, Formulation, solve_mip
+from .mip import Builder, Formulation, check_backend, solve_mip
 from .schedule import Schedule, simulate
 
 _NO_GAP = 1e-6  # percentage points
+
+
+_LARGEST = 5_000_000  # size of the graphs whose program is built: it takes some 10 GB
+TOO_LARGE = "the graph is too large for Checkmate's program"
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,9 @@ def checkmate(problem: Problem, monitor: Monitor) -> Outcome:
     Its bound holds for the given order only; another order may be cheaper, so
     the bound is told in the message and is no ``lower_bound``.
     """
-    check_options(problem, "backend")
+    check_backend(problem)
+    if size(problem.graph) > _LARGEST:
+        return Outcome(None, message=TOO_LARGE)
     if problem.minimize != "cost":
         return Outcome(None, message='checkmate minimizes the cost; "anneal" finds the least peak')
     graph, known = problem.graph, None
@@ -104,6 +109,11 @@ def checkmate(problem: Problem, monitor: Monitor) -> Outcome:
     return Outcome(
         schedule, message=f"in the given order the overhead is {bound:.4f} % or more (proven)"
     )
+
+
+def size(graph: Graph) -> int:
+    """What the variables of the program grow with."""
+    return len(graph) * (len(graph) + len(graph.edges))
 
 
 def formulate(

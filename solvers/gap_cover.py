@@ -44,12 +44,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from .anneal import anneal_once
-from .best import check_options
 from .compiling import excuse
 from .floor import Precedence, members, pending
 from .graph import Graph
 from .method import Monitor, Outcome, Problem
-from .mip import Formulation, solve_mip
+from .mip import Formulation, check_backend, solve_mip
 from .runner import Runner
 from .schedule import Schedule
 
@@ -79,7 +78,7 @@ class GapCover:
 
 def gap_cover(problem: Problem, monitor: Monitor) -> Outcome:
     """Proves the bound, then lets annealing repair the schedule it suggests."""
-    check_options(problem, "backend")
+    check_backend(problem)
     bound, start = lower_bound(problem, monitor)
     monitor.bounded(bound)
     schedule = anneal_once(

@@ -27,15 +27,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from .best import Best, check_options
-from .checkmate import formulate
+from .best import Best
+from .checkmate import TOO_LARGE, formulate, size
 from .graph import Graph
 from .method import Monitor, Outcome, Problem
-from .mip import solve_mip
+from .mip import check_backend, solve_mip
 from .order import last_stages
 from .schedule import Schedule
 
-_LARGEST = 2_000_000  # n (n + e) of the graphs whose program is built at all
+_LARGEST = 2_000_000  # size of the graphs whose program is built: many times in a solve
 _DRAWS = 20  # randomised roundings of one solution
 # The paper's first, then from coarse to fine: time may run out.
 _ALLOWANCES = (0.1, 0.0, 0.2, 0.3, 0.4, 0.5, 0.05, 0.15, 0.25, 0.35, 0.45, 0.025, 0.075, 0.125)
@@ -47,12 +47,12 @@ def lp_rounding(problem: Problem, monitor: Monitor) -> Outcome:
     Options:
       backend: "cbc" or "highs"; by default as ``mip`` chooses.
     """
-    check_options(problem, "backend")
+    check_backend(problem)
     if problem.minimize != "cost":
         return Outcome(None, message="lp_rounding minimizes the cost, not the peak")
     graph = problem.graph
-    if len(graph) * (len(graph) + len(graph.edges)) > _LARGEST:
-        return Outcome(None, message="the graph is too large for Checkmate's program")
+    if size(graph) > _LARGEST:
+        return Outcome(None, message=TOO_LARGE)
     best = Best(problem, monitor)
     random = np.random.default_rng(problem.seed)
 

@@ -26,6 +26,9 @@ from typing import IO
 
 import numpy as np
 
+from .best import check_options
+from .method import Problem
+
 BACKENDS = ("cbc", "highs")
 
 _GRACE = 0.5  # seconds past its limit after which a solver is ended
@@ -149,6 +152,22 @@ def default_backend() -> str:
     return "highs"
 
 
+def check_backend(problem: Problem) -> None:
+    """Refuses options other than ``backend``, and backends that there are not.
+
+    Raises:
+      ValueError: naming what there is.
+    """
+    check_options(problem, "backend")
+    if problem.options.get("backend") is not None:
+        _check(problem.options["backend"])
+
+
+def _check(backend: object) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is one of {', '.join(BACKENDS)}; not {backend!r}")
+
+
 def solve_mip(
     formulation: Formulation,
     *,
@@ -172,8 +191,7 @@ def solve_mip(
       ValueError: if there is no such backend.
     """
     backend = backend or default_backend()
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is one of {', '.join(BACKENDS)}; not {backend!r}")
+    _check(backend)
     question = io.BytesIO()
     np.savez(question, time_limit=time_limit, relative_gap=relative_gap, **vars(formulation))
     until = time.monotonic() + time_limit + _GRACE

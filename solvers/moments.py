@@ -65,11 +65,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .best import check_options
 from .floor import Precedence, first_run_bytes, given_order
 from .graph import Graph
 from .method import Monitor, Outcome, Problem
-from .mip import Builder, Formulation, Solution, solve_mip
+from .mip import Builder, Formulation, Solution, check_backend, solve_mip
 from .runner import Runner
 from .schedule import Schedule, simulate
 
@@ -115,7 +114,7 @@ class Stages:
 
 def moments(problem: Problem, monitor: Monitor) -> Outcome:
     """Refines until the best schedule is found and proven; see the module."""
-    check_options(problem, "backend")
+    check_backend(problem)
     if problem.minimize != "cost":
         return Outcome(None, message="moments minimizes the cost, not the peak")
     refine(problem, monitor, monitor.found)

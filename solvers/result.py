@@ -53,14 +53,13 @@ class InfeasibleBudgetError(ValueError):
         self.resident = resident
         self.proven = budget < floor
         names = ", ".join(floor_nodes[:3]) + (", ..." if len(floor_nodes) > 3 else "")
-        names = names if len(floor_nodes) == 1 else f"any one of {names}"
         held = f"; {_amount(resident)} are held throughout" if resident else ""
         verdict = (
             "cannot be met by any schedule" if self.proven else "was not met by any schedule found"
         )
         super().__init__(
-            f"a budget of {_amount(budget)} {verdict}: running {names} alone takes "
-            f"{_amount(floor)}, the proven floor{held}, and the least budget known to work is "
+            f"a budget of {_amount(budget)} {verdict}: every schedule needs {_amount(floor)} "
+            f"for {names}, the proven floor{held}, and the least budget known to work is "
             f"{_amount(least_budget)}"
         )
 

@@ -191,6 +191,7 @@ def solve(
     if problem.start is not None:
         judge.schedule(problem.start)
     if problem.budget < judge.floor:
+        method(problem, monitor.part(0.0))  # there is no time: it only checks its options
         method = _least_peak
     with ThreadPoolExecutor(1, "remat-solve") as pool, _stop_on_signals(monitor) as stopped:
         job = pool.submit(method, problem, monitor)
@@ -396,7 +397,7 @@ class _Judge:
                 names = ", ".join(graph.nodes[index].name for index in self.floor_nodes[:3])
                 if budget < self.floor:
                     message = (
-                        f"running {names} alone takes {self.floor:,} bytes; the least budget "
+                        f"every schedule needs {self.floor:,} bytes for {names}; the least budget "
                         f"known to work is {self._least_peak:,} bytes"
                     )
                 elif not message:

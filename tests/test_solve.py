@@ -355,6 +355,10 @@ def test_strange_graphs_are_solved(solver: str, graph: Graph) -> None:
         assert infeasible.status is Status.INFEASIBLE
         assert infeasible.least_budget >= result.floor
         assert graph.nodes[infeasible.floor_nodes[0]].name in infeasible.message
+        with pytest.raises(ValueError, match="option 'seconds'"):  # below the floor, too
+            solve(graph, infeasible.floor - 1, seconds=1)
+        with pytest.raises(ValueError, match="backend is one of cbc, highs"):
+            solve(graph, infeasible.floor - 1, solver="moments", backend="scip")
 
 
 @pytest.mark.parametrize("size", [1, 2**40, 2**60])
