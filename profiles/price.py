@@ -5,12 +5,14 @@ A ``Pricer`` answers from the best source it has, and says which that was:
 * ``given``: the caller's own figure for a signature or an op type;
 * ``measured``: a row of the table;
 * ``fitted``: rows of the same operation at other sizes (another batch size, say);
-* ``roofline``: the device's specification, corrected by the table's rows.
+* ``roofline``: the device's specification, corrected by the table's rows;
+* ``unknown``: the same of the bytes that it moves, as nobody has counted what it computes.
 """
 
 from __future__ import annotations
 
 import math
+import numbers
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +26,7 @@ from .devices import DeviceSpec, UnknownDeviceError, find_device
 from .signature import OpSignature, SignatureError, TensorType
 from .table import Row, Table, TableError, load_table
 
-Kind = Literal["given", "measured", "fitted", "roofline"]
+Kind = Literal["given", "measured", "fitted", "roofline", "unknown"]
 _NEAREST = 4  # rows behind a fit
 _RECORDED = Path(__file__).parent  # where tables are named after their device
 _FLOATS = ("float32", "float64", "bfloat16", "float16")
@@ -72,9 +74,9 @@ class Pricer:
         neighbours = self._neighbours(signature)
         if neighbours:
             return Price(self._fit(signature, neighbours), workspace, "fitted")
-        return Price(
-            roofline.seconds(signature, self.device, self._correction), workspace, "roofline"
-        )
+        unknown = roofline.work(signature).kind == roofline.UNKNOWN
+        seconds = roofline.seconds(signature, self.device, self._correction)
+        return Price(seconds, workspace, "unknown" if unknown else "roofline")
 
     @cached_property
     def _correction(self) -> roofline.Correction:
@@ -314,8 +316,8 @@ def _given_pricer(given: Mapping[str, float], others: Pricer | None) -> Pricer:
         raise TableError("a mapping of prices needs a device for the operations it leaves out")
     prices = {}
     for key, value in given.items():
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value < 0:
+        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not number or not 0 <= value < math.inf:
             raise TableError(f"the price of {key!r} is {value!r}; it must be seconds, 0 or more")
         if not isinstance(key, str) or not re.fullmatch(r"[\w>]+", key):
             try:
@@ -324,7 +326,7 @@ def _given_pricer(given: Mapping[str, float], others: Pricer | None) -> Pricer:
                 raise TableError(
                     f"{key!r} has a price, but is neither an operation type nor a signature"
                 ) from None
-        prices[key] = value
+        prices[key] = float(value)
     return replace(others, given=prices)
 
 
@@ -334,7 +336,11 @@ def _spec_of_table(table: Table, path: Path) -> DeviceSpec:
     try:
         return find_device(table.device)
     except UnknownDeviceError:
+        pass
+    try:
         return spec_of_rows(table.device, table.rows)
+    except TableError as error:
+        raise TableError(f"{path}: {error}") from None
 
 
 def _family(signature: OpSignature) -> tuple[object, ...]:

@@ -46,6 +46,7 @@ class Work:
 
 
 NOTHING = Work("free", 0, 0)
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -134,14 +135,17 @@ def _curve(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def work(signature: OpSignature) -> Work:
-    """FLOPs and bytes of one run, from the shapes alone; known bytes only if one is unknown.
+    """FLOPs and bytes of one run, from the shapes alone.
+
+    Of a type whose FLOPs nobody has counted here, and where a shape is not known, it is
+    the bytes (as far as they are known), of kind ``UNKNOWN``.
 
     Raises:
       SignatureError: if an operation of this type has other operands or attributes.
     """
     if not signature.is_static:
-        return Work("unknown", 0, _all_bytes(signature))
-    count = _COUNTS.get(signature.op, _elementwise)
+        return _unknown(signature)
+    count = _COUNTS.get(signature.op, _unknown)
     try:
         return count(signature)
     except (IndexError, ValueError):
@@ -154,9 +158,12 @@ def _net_seconds(signature: OpSignature, done: Work, device: DeviceSpec) -> floa
 
 
 def compute_dtype(signature: OpSignature) -> str:
+    """The type of the numbers that an operation computes with; of complex ones, of their parts."""
     for tensor in (*signature.inputs, *signature.outputs):
         if "float" in tensor.dtype:
             return tensor.dtype
+        if tensor.dtype.startswith("complex"):
+            return "float64" if tensor.dtype == "complex128" else "float32"
     return "float32"
 
 
@@ -165,6 +172,10 @@ def compute_dtype(signature: OpSignature) -> str:
 
 def _all_bytes(signature: OpSignature) -> int:
     return signature.input_bytes + signature.output_bytes
+
+
+def _unknown(signature: OpSignature) -> Work:
+    return Work(UNKNOWN, 0, _all_bytes(signature))
 
 
 def _nothing(signature: OpSignature) -> Work:
@@ -201,12 +212,13 @@ def _sparse_segments(signature: OpSignature) -> Work:
 
 
 # Which input holds the rows that are scattered, where it is not the third.
-_SCATTERED: Mapping[str, int] = {"ScatterNd": 1, "UnsortedSegmentSum": 0, "SegmentSum": 0}
+_SCATTERED: Mapping[str, int] = {"ScatterNd": 1, "DenseBincount": 0, "Bincount": 0}
 
 
 def _scatter(signature: OpSignature) -> Work:
     """Adds rows into a new tensor: indices and rows are read, every output row is written."""
-    rows = signature.inputs[_SCATTERED.get(signature.op, 2)]
+    slot = 0 if "Segment" in signature.op else _SCATTERED.get(signature.op, 2)
+    rows = signature.inputs[slot]
     return Work("gather", rows.elements, _all_bytes(signature))
 
 
@@ -249,16 +261,38 @@ _PER_ELEMENT: Mapping[str, int] = {
 _FUNCTIONS = frozenset(
     {"Exp", "Expm1", "Log", "Log1p", "Sqrt", "Rsqrt", "Tanh", "Sigmoid", "Erf", "Erfc", "Erfinv"}
     | {"Pow", "Sin", "Cos", "Tan", "Asin", "Acos", "Atan", "Atan2", "Sinh", "Cosh", "Lgamma"}
+    | {"Acosh", "Asinh", "Atanh", "BesselI0e", "BesselI1e", "Betainc", "Igamma", "Igammac"}
+    | {"InvGrad", "Ndtri", "Polygamma", "ReciprocalGrad", "Xdivy", "Xlog1py", "Xlogy", "Zeta"}
     | {"Digamma", "Softplus", "Elu", "Selu", "Softsign", "SoftplusGrad", "Inv", "Reciprocal"}
     | {"RealDiv", "Div", "DivNoNan", "SigmoidGrad", "TanhGrad", "RsqrtGrad", "SqrtGrad"}
 )
 
 
+_ELEMENTWISE = frozenset(
+    {"Abs", "Add", "AddV2", "Angle", "ApproximateEqual", "BiasAdd", "BitwiseAnd", "BitwiseOr"}
+    | {"BitwiseXor", "Ceil", "Complex", "ComplexAbs", "Conj", "Equal", "Floor", "FloorDiv"}
+    | {"FloorMod", "Greater", "GreaterEqual", "Imag", "Invert", "IsFinite", "IsInf", "IsNan"}
+    | {"LeakyRelu", "LeakyReluGrad", "LeftShift", "Less", "LessEqual", "LogicalAnd", "LogicalNot"}
+    | {"LogicalOr", "Maximum", "Minimum", "Mod", "Mul", "Neg", "NextAfter", "NotEqual", "Real"}
+    | {"Relu", "Relu6", "Relu6Grad", "ReluGrad", "RightShift", "Rint", "Round", "Select"}
+    | {"SelectV2", "Sign", "Square", "Sub", "TruncateDiv", "TruncateMod"}
+    | {"FakeQuantWithMinMaxArgs", "FakeQuantWithMinMaxVars"}
+)
+
+
 def _elementwise(signature: OpSignature) -> Work:
-    """One FLOP (or as listed) an element of the output; also what an unknown op counts as."""
+    """One FLOP (or as listed) an element of the output."""
     elements = max((tensor.elements for tensor in signature.outputs), default=0)
     flops = elements * _PER_ELEMENT.get(signature.op, 1)
     kind = "function" if signature.op in _FUNCTIONS else "elementwise"
+    return Work(kind, flops, _all_bytes(signature))
+
+
+def _composition(signature: OpSignature) -> Work:
+    """Several operations of one input, each on what the one before returns."""
+    names = signature.attr("op_names").split(",")
+    kind = "function" if _FUNCTIONS.intersection(names) else "elementwise"
+    flops = signature.outputs[0].elements * sum(_PER_ELEMENT.get(name, 1) for name in names)
     return Work(kind, flops, _all_bytes(signature))
 
 
@@ -308,6 +342,10 @@ def _reduction(signature: OpSignature) -> Work:
     return Work("reduction", max(flops, 0), _all_bytes(signature))
 
 
+def _scan(signature: OpSignature) -> Work:
+    return Work("reduction", signature.inputs[0].elements, _all_bytes(signature))
+
+
 def _l2_loss(signature: OpSignature) -> Work:
     return Work("reduction", 2 * signature.inputs[0].elements, _all_bytes(signature))
 
@@ -332,6 +370,14 @@ def _batch_norm(signature: OpSignature) -> Work:
 def _batch_norm_grad(signature: OpSignature) -> Work:
     """Sums of the gradient (1) and of its product with the centred input (3), then 5."""
     return Work("normalisation", 9 * signature.inputs[1].elements, _all_bytes(signature))
+
+
+def _local_response(signature: OpSignature) -> Work:
+    """A square and a sum for each channel in reach, then a power and a product of each element;
+    the gradient makes six more operations for each in reach."""
+    reach = 2 * int(signature.attr("depth_radius", "5")) + 1
+    each = 8 * reach if signature.op.endswith("Grad") else 2 * reach + 2
+    return Work("normalisation", each * signature.inputs[0].elements, _all_bytes(signature))
 
 
 # --- Windows: convolutions and pooling -----------------------------------------------------
@@ -361,7 +407,7 @@ def _taps(
     """
     rank = len(image)
     strides = _integers(signature.attr("strides")) or [1] * rank
-    dilations = _integers(signature.attr("dilations")) or [1] * rank
+    dilations = _integers(signature.attr("dilations") or signature.attr("rates")) or [1] * rank
     explicit = _integers(signature.attr("explicit_paddings"))
     total = 1
     for window, axis in zip(windows, _spatial_axes(signature, rank), strict=True):
@@ -444,6 +490,20 @@ def _pool(signature: OpSignature) -> Work:
     return _pooling(signature, signature.inputs[0], signature.outputs[0])
 
 
+def _argmax_gradient(signature: OpSignature) -> Work:
+    """Adds each value to where the maximum was."""
+    return Work("pooling gradient", signature.inputs[1].elements, _all_bytes(signature))
+
+
+def _dilation(signature: OpSignature) -> Work:
+    """A sum and a maximum for each tap; the gradients look for it again."""
+    image, kernel = signature.inputs[:2]
+    result = signature.inputs[2] if "Backprop" in signature.op else signature.outputs[0]
+    taps = _taps(signature, image.shape, kernel.shape[:2], result.shape)
+    flops = 2 * image.shape[0] * taps * image.shape[-1]
+    return Work("pooling", flops, _all_bytes(signature))
+
+
 def _max_pool_gradient(signature: OpSignature) -> Work:
     return _pooling(signature, signature.inputs[0], signature.inputs[2])
 
@@ -506,6 +566,33 @@ def _recurrence(signature: OpSignature) -> Work:
     return Work("recurrence", flops, _all_bytes(signature), matrix=True)
 
 
+def _factorisation(signature: OpSignature) -> Work:
+    """Of square matrices, to the leading order (Golub and Van Loan, "Matrix Computations")."""
+    matrix = signature.inputs[0].shape
+    size, many = matrix[-1], math.prod(matrix[:-2])
+    columns = signature.outputs[0].shape[-1] if len(signature.inputs) > 1 else 0
+    flops = {
+        "Cholesky": size**3 // 3,
+        "MatrixDeterminant": 2 * size**3 // 3,
+        "LogMatrixDeterminant": 2 * size**3 // 3,
+        "MatrixInverse": 2 * size**3,
+        "MatrixSolve": 2 * size**3 // 3 + 2 * size**2 * columns,
+        "MatrixTriangularSolve": size**2 * columns,
+        "CholeskyGrad": 2 * size**3,
+    }[signature.op]
+    return Work("factorisation", many * flops, _all_bytes(signature))
+
+
+def _fourier(signature: OpSignature) -> Work:
+    """5 n log2 n for n complex numbers, half of that where one side is real."""
+    axes = int(signature.op[-2]) if signature.op.endswith("D") else 1
+    real = "RFFT" in signature.op
+    side = signature.inputs[0] if signature.op.startswith("RFFT") else signature.outputs[0]
+    length = math.prod(side.shape[-axes:])
+    flops = 5 * side.elements * math.log2(max(length, 1)) / (2 if real else 1)
+    return Work("transform", int(flops), _all_bytes(signature))
+
+
 # --- Resampling ----------------------------------------------------------------------------
 
 # FLOPs an element: a linear interpolation is 3, bilinear makes three of them; bicubic
@@ -519,6 +606,48 @@ def _resize(signature: OpSignature) -> Work:
     return Work("resampling", each * fine.elements, _all_bytes(signature))
 
 
+# Pixels of the coarser side that a kernel reaches, to both sides.
+_KERNEL_REACH: Mapping[str, float] = {
+    "lanczos1": 1, "lanczos3": 3, "lanczos5": 5, "gaussian": 1.5, "box": 0.5, "triangle": 1,
+    "keyscubic": 2, "mitchellcubic": 2,
+}  # fmt: skip
+
+
+def _scale_and_translate(signature: OpSignature) -> Work:
+    """A multiply-add for each pixel in reach, first along rows, then along columns."""
+    before, after = signature.inputs[0].shape, signature.outputs[0].shape
+    if signature.op.endswith("Grad"):
+        before, after = after, before
+    reach = 2 * _KERNEL_REACH[signature.attr("kernel_type", "lanczos3")]
+    smooth = signature.attr("antialias", "true") == "true"
+
+    def taps(axis: int) -> int:
+        shrunk = max(1.0, before[axis] / max(after[axis], 1)) if smooth else 1.0
+        return min(before[axis], math.ceil(reach * shrunk))
+
+    samples = after[0] * after[3] * after[1]
+    flops = 2 * samples * (before[2] * taps(1) + after[2] * taps(2))
+    return Work("resampling", flops, _all_bytes(signature))
+
+
+def _crop_and_resize(signature: OpSignature) -> Work:
+    """Each pixel of a crop is between four (or at one) of an image, which are read or written."""
+    crops = signature.inputs[0] if "Grad" in signature.op else signature.outputs[0]
+    nearest = signature.attr("method") == "nearest"
+    moved = crops.bytes * (2 if nearest else 5)
+    if signature.op == "CropAndResizeGradImage":
+        moved += signature.output_bytes  # zeros, to begin with
+    return Work("resampling", 0 if nearest else 9 * crops.elements, moved)
+
+
+def _project(signature: OpSignature) -> Work:
+    """Where each pixel comes from (8 products and sums, 2 quotients), and what is there."""
+    pixels = signature.outputs[0]
+    each = 9 if signature.attr("interpolation") == "BILINEAR" else 0
+    flops = each * pixels.elements + 10 * math.prod(pixels.shape[:-1])
+    return Work("resampling", flops, _all_bytes(signature))
+
+
 def _table(*groups: tuple[Callable[[OpSignature], Work], str]) -> dict[str, Callable[..., Work]]:
     return {op: count for count, ops in groups for op in ops.split()}
 
@@ -529,21 +658,31 @@ _COUNTS: Mapping[str, Callable[[OpSignature], Work]] = _table(
         "Identity IdentityN Reshape Squeeze ExpandDims StopGradient PreventGradient Snapshot "
         "CheckNumerics Shape ShapeN Size Rank ReadVariableOp VarHandleOp Const Placeholder NoOp "
         "EnsureShape VariableShape BroadcastGradientArgs VarIsInitializedOp _Arg _Retval Bitcast "
-        "DisableCopyOnRead",
+        "DisableCopyOnRead Assert StatelessRandomGetKeyCounter StatelessRandomGetAlg "
+        "StatelessRandomGetKeyCounterAlg RngReadAndSkip "
+        "EmptyTensorList TensorListReserve TensorListSetItem TensorListGetItem "
+        "TensorListPushBack TensorListPopBack TensorListLength TensorListElementShape "
+        "OptionalFromValue OptionalGetValue OptionalNone OptionalHasValue Switch Merge Enter Exit "
+        "NextIteration",
     ),
     (
         _copy,
         "Transpose ConjugateTranspose Concat ConcatV2 Pack Unpack Pad PadV2 MirrorPad "
         "MirrorPadGrad Tile BroadcastTo Split SplitV StridedSliceGrad SpaceToBatchND Reverse "
         "BatchToSpaceND SpaceToDepth DepthToSpace ReverseV2 Roll InvertPermutation MatrixDiagV3 "
-        "MatrixBandPart Where",
+        "MatrixBandPart Where ExtractImagePatches IteratorGetNext TensorListStack "
+        "TensorListFromTensor TensorListConcat TensorListConcatV2 TensorListGather "
+        "DynamicPartition DynamicStitch ParallelDynamicStitch",
     ),
     (_part, "Slice StridedSlice"),
     (_fill, "Fill ZerosLike OnesLike Range OneHot LinSpace"),
     (_gather, "Gather GatherV2 GatherNd ResourceGather ResourceGatherNd"),
     (
         _scatter,
-        "ScatterNd TensorScatterAdd TensorScatterUpdate UnsortedSegmentSum SegmentSum",
+        "ScatterNd TensorScatterAdd TensorScatterSub TensorScatterMax TensorScatterMin "
+        "TensorScatterUpdate UnsortedSegmentSum UnsortedSegmentMax UnsortedSegmentMin "
+        "UnsortedSegmentProd SegmentSum SegmentMax SegmentMin SegmentMean SegmentProd "
+        "DenseBincount Bincount",
     ),
     (_sparse_segments, "SparseSegmentSum SparseSegmentMean SparseSegmentSqrtN"),
     (_scatter_variable, "ResourceScatterAdd ResourceScatterSub ResourceScatterUpdate"),
@@ -555,14 +694,17 @@ _COUNTS: Mapping[str, Callable[[OpSignature], Work]] = _table(
         "StatelessRandomNormalV2 StatelessRandomUniformInt StatelessRandomUniformIntV2 "
         "StatelessRandomUniformFullInt StatelessRandomUniformFullIntV2 StatelessTruncatedNormal "
         "StatelessTruncatedNormalV2 StatefulUniform StatefulStandardNormalV2 "
-        "StatefulTruncatedNormal",
+        "StatefulTruncatedNormal StatefulUniformFullInt",
     ),
+    (_composition, "_UnaryOpsComposition"),
     (_add_n, "AddN AccumulateNV2"),
     (_update, " ".join(_UPDATE_FLOPS)),
     (
         _reduction,
-        "Sum Mean Max Min Prod All Any ArgMax ArgMin BiasAddGrad EuclideanNorm Cumsum",
+        "Sum Mean Max Min Prod All Any ArgMax ArgMin BiasAddGrad EuclideanNorm",
     ),
+    (_scan, "Cumsum Cumprod CumulativeLogsumexp"),
+    (_elementwise, " ".join({*_ELEMENTWISE, *_FUNCTIONS, *_PER_ELEMENT})),
     (_l2_loss, "L2Loss"),
     (_softmax, "Softmax LogSoftmax"),
     (_cross_entropy, "SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits"),
@@ -575,7 +717,10 @@ _COUNTS: Mapping[str, Callable[[OpSignature], Work]] = _table(
         "FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3 _FusedBatchNormGradEx",
     ),
     (_forward, "Conv2D Conv3D DepthwiseConv2dNative"),
-    (_fused_convolution, "_FusedConv2D _FusedConv3D _FusedDepthwiseConv2dNative"),
+    (
+        _fused_convolution,
+        "_FusedConv2D _FusedConv3D _FusedDepthwiseConv2dNative _MklNativeFusedConv2D",
+    ),
     (
         _input_gradient,
         "Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput",
@@ -586,14 +731,29 @@ _COUNTS: Mapping[str, Callable[[OpSignature], Work]] = _table(
         "_MklNativeConv2DBackpropFilterWithBias",
     ),
     (_pool, "MaxPool AvgPool MaxPool3D AvgPool3D MaxPoolWithArgmax"),
+    (_argmax_gradient, "MaxPoolGradWithArgmax"),
+    (_dilation, "Dilation2D Dilation2DBackpropInput Dilation2DBackpropFilter"),
+    (_local_response, "LRN LRNGrad"),
     (_max_pool_gradient, "MaxPoolGrad MaxPool3DGrad"),
     (_average_pool_gradient, "AvgPoolGrad AvgPool3DGrad"),
     (_matmul, "MatMul _FusedMatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 _FusedBatchMatMulV2"),
     (_einsum, "Einsum"),
+    (
+        _factorisation,
+        "Cholesky CholeskyGrad MatrixDeterminant LogMatrixDeterminant MatrixInverse MatrixSolve "
+        "MatrixTriangularSolve",
+    ),
+    (
+        _fourier,
+        "FFT FFT2D FFT3D IFFT IFFT2D IFFT3D RFFT RFFT2D RFFT3D IRFFT IRFFT2D IRFFT3D",
+    ),
     (_recurrence, "CudnnRNN CudnnRNNV2 CudnnRNNV3 CudnnRNNBackpropV2 CudnnRNNBackpropV3"),
     (
         _resize,
         "ResizeNearestNeighbor ResizeNearestNeighborGrad ResizeBilinear ResizeBilinearGrad "
         "ResizeBicubic ResizeBicubicGrad",
     ),
+    (_scale_and_translate, "ScaleAndTranslate ScaleAndTranslateGrad"),
+    (_project, "ImageProjectiveTransformV2 ImageProjectiveTransformV3"),
+    (_crop_and_resize, "CropAndResize CropAndResizeGradImage CropAndResizeGradBoxes"),
 )

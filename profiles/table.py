@@ -8,6 +8,7 @@ provenance: ``device``, ``driver``, ``tensorflow``, ``date``, ``clock``.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -24,7 +25,12 @@ from .signature import OpSignature, SignatureError
 
 if TYPE_CHECKING:
     import pandas as pd
+try:
+    import fcntl
+except ImportError:  # there are no such locks on Windows, nor is there TensorFlow to measure
+    fcntl = None  # type: ignore[assignment]
 
+_MOST_BYTES = 2**50
 COLUMNS = (
     "signature",
     "op",
@@ -87,8 +93,11 @@ class Row:
                 f"output_bytes is {self.output_bytes}, but the outputs of the signature hold "
                 f"{self.signature.output_bytes}"
             )
-        if self.workspace_bytes is not None and self.workspace_bytes < 0:
-            raise TableError(f"workspace_bytes is {self.workspace_bytes}; it must not be negative")
+        if self.workspace_bytes is not None and not 0 <= self.workspace_bytes <= _MOST_BYTES:
+            raise TableError(
+                f"workspace_bytes is {self.workspace_bytes}; it must be 0 or more, and no more "
+                "than a device could hold"
+            )
 
 
 @dataclass(frozen=True)
@@ -145,7 +154,9 @@ def load_table(path: str | os.PathLike[str]) -> Table:
     import pandas as pd
 
     try:
-        frame = pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8")
+        frame = pd.read_csv(
+            path, dtype=str, keep_default_na=False, encoding="utf-8", compression=None
+        )
     except (UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
         raise TableError(f"{path}: not a CSV table of costs ({error})") from None
     missing = [column for column in COLUMNS if column not in frame.columns]
@@ -183,13 +194,31 @@ def save_table(table: Table, path: str | os.PathLike[str]) -> None:
 def append_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> Table:
     """Adds rows to a table on disk (made if it is not there) and returns the whole.
 
+    Processes that do so at once wait for each other.
+
     Raises:
       TableError: if the file is not a table, or is another device's.
     """
-    before = load_table(path) if Path(path).exists() else Table()
-    after = before.merged(rows)
-    save_table(after, path)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with _locked(Path(path).parent):
+        before = load_table(path) if Path(path).exists() else Table()
+        after = before.merged(rows)
+        save_table(after, path)
     return after
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the lock of a folder: a file in it that is replaced has none that lasts."""
+    if fcntl is None:
+        yield
+        return
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)  # which gives it up
 
 
 def to_frame(table: Table) -> pd.DataFrame:

@@ -1,67 +1,177 @@
-"""What loops, conditionals and calls hold inside while they run.
+"""What loops, conditionals and calls run inside.
 
 To a schedule each of them is one operation.  The values of the functions that
-it runs come and go within that one run, and so they are its scratch memory.
+it runs come and go within that one run, and so they are its scratch memory; and
+it takes as long as their operations do, in every turn of a loop.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
 import tensorflow as tf
-from tensorflow.core.framework import types_pb2
+from tensorflow.core.framework import graph_pb2, types_pb2
 from tensorflow.core.framework.function_pb2 import FunctionDef
 
 from .conditionals import CONDITIONALS
 from .loops import LOOPS
 from .memory import creation_events, requests
-from .pieces import CALLS, runs
-from .program import Program, Tensor, build
+from .pieces import CALLS, SHAPES, in_order, name_of, runs
+from .program import Kind, Op, Program, Tensor, build
 from .trace import Trace, TraceError, function_graph, imported, loop_bodies, variable_node
 
 
-def held_inside(program: Program) -> dict[int, int]:
+@dataclass(frozen=True)
+class Inside:
+    """What one operation runs.
+
+    Attributes:
+      functions: each as a program of its own, and what its operations run, by their index.
+        Those with a value whose shape is not known, or with a loop in pieces, are left out.
+      turns: how often they run (of a conditional, one of them does); None if nothing
+        says so before the step runs.
+      complete: whether no function is left out.
+    """
+
+    functions: tuple[tuple[Program, Mapping[int, Inside]], ...]
+    turns: int | None
+    complete: bool
+
+
+def inside(program: Program) -> dict[int, Inside]:
+    """What each loop, conditional and call of a program runs, by its index."""
+    return _inside(program, {})[0]
+
+
+_Shape = tuple[int, ...]
+
+
+def _inside(
+    program: Program, given: Mapping[str, _Shape]
+) -> tuple[dict[int, Inside], dict[Tensor, _Shape]]:
+    """What operations run, and the shapes of the parts of lists.
+
+    Args:
+      program: the operations.
+      given: by the name of an argument that is a list, the shape of its parts.
+    """
+    library = {function.signature.name: function for function in program.library.library.function}
+    found: dict[int, Inside] = {}
+    loops: dict[int, _Loop] = {}
+    parts: dict[Tensor, _Shape] = {}
+    for index, op in enumerate(program.ops):
+        part = given.get(op.name) if op.kind is Kind.ARGUMENT else _part(program, op, parts)
+        if part is not None:
+            parts[index, 0] = part
+        if op.type not in (*LOOPS, *CONDITIONALS, *CALLS, *library):
+            continue
+        functions: dict[str, Program | None] = {}
+        read: list[tuple[Program, Mapping[int, Inside]]] = []
+        for name in runs(program.nodes[index]):
+            if name not in library or name in functions:
+                continue
+            # What is in front of its arguments chooses among the branches.
+            names = _arguments(library[name])
+            inputs = op.inputs[len(op.inputs) - len(names) :]
+            lists = {
+                argument: parts[tensor]
+                for argument, tensor in zip(names, inputs, strict=True)
+                if tensor in parts
+            }
+            body = functions[name] = _function(program, inputs, library[name], lists)
+            if body is not None:
+                within, made = _inside(body, lists)
+                read.append((body, within))
+                for number, tensor in enumerate(body.outputs):
+                    if tensor in made and len(body.outputs) == len(op.bytes):
+                        parts[index, number] = made[tensor]
+        turns: int | None = 1
+        if op.type in LOOPS:
+            attributes = program.nodes[index].attr
+            condition, body_name = (attributes[key].func.name for key in ("cond", "body"))
+            loops[index] = _Loop(
+                op.inputs,
+                functions[condition],
+                functions[body_name],
+                (_arguments(library[condition]), _arguments(library[body_name])),
+            )
+            turns = _turns(program, loops[index], loops)
+        complete = None not in functions.values()
+        found[index] = Inside(tuple(read), turns, complete)
+    return found, parts
+
+
+# What puts a part into a list, and which of its inputs that is; what hands a list on.
+_WRITES = {"TensorListSetItem": 2, "TensorListPushBack": 1}
+_HAND_ON = ("TensorListPopBack", "ZerosLike", "AddN", "TensorListResize")
+
+
+def _part(program: Program, op: Op, parts: Mapping[Tensor, _Shape]) -> _Shape | None:
+    """The shape of the parts of the list that an operation returns, if known."""
+    if op.type in _WRITES:
+        source, number = op.inputs[_WRITES[op.type]]
+        return program.ops[source].shapes[number]
+    if op.type == "TensorListFromTensor":
+        source, number = op.inputs[0]
+        return program.ops[source].shapes[number][1:]
+    return parts.get(op.inputs[0]) if op.type in _HAND_ON else None
+
+
+def held_inside(program: Program, found: Mapping[int, Inside]) -> dict[int, int]:
     """Bytes that operations hold, beside their results, for the functions that they run.
 
     Of several branches that is the one that holds most, whichever is taken.  A
     turn of a loop holds its values beside the results, which are the turn
-    before's.  What kernels in there ask for besides, and functions with a value
-    whose shape is not known, or with a loop in pieces, count for nothing.
+    before's.  What kernels in there ask for besides, and functions that are left
+    out of ``found``, count for nothing.
 
     Returns:
       The bytes, by operation, where there are any.
     """
-    library = {function.signature.name: function for function in program.library.library.function}
-    found = {}
-    for index, op in enumerate(program.ops):
-        if op.type not in (*LOOPS, *CONDITIONALS, *CALLS, *library):
-            continue
-        functions = [library[name] for name in runs(program.nodes[index]) if name in library]
-        most = max((_most(program, op.inputs, function) for function in functions), default=0)
+    held = {}
+    for index, each in found.items():
+        op = program.ops[index]
+        most = max((_most(body, within) for body, within in each.functions), default=0)
         if op.type not in LOOPS:
             most -= sum(op.bytes)
         if most > 0:
-            found[index] = most
-    return found
+            held[index] = most
+    return held
 
 
-def _most(program: Program, inputs: tuple[Tensor, ...], function: FunctionDef) -> int:
+def _most(body: Program, within: Mapping[int, Inside]) -> int:
     """The most bytes that a function's own values take at once."""
-    if any(node.op == "NextIteration" for node in function.node_def):
-        return 0
-    # What is in front of its arguments chooses among the branches.
-    given = inputs[len(inputs) - len(function.signature.input_arg) :]
-    try:
-        body = build(_traced(program, given, function))
-    except TraceError:
-        return 0
-    asked = requests(body, creation_events(body), held_inside(body))
+    asked = requests(body, creation_events(body), held_inside(body, within))
     return max(asked.timeline(0), default=0)
 
 
-def _traced(program: Program, given: tuple[Tensor, ...], function: FunctionDef) -> Trace:
+def _function(
+    program: Program,
+    inputs: tuple[Tensor, ...],
+    function: FunctionDef,
+    lists: Mapping[str, _Shape],
+) -> Program | None:
+    if any(node.op == "NextIteration" for node in function.node_def):
+        return None
+    try:
+        return build(_traced(program, inputs, function, lists))
+    except TraceError:
+        return None
+
+
+def _traced(
+    program: Program,
+    given: tuple[Tensor, ...],
+    function: FunctionDef,
+    lists: Mapping[str, _Shape],
+) -> Trace:
     """A function as a step of its own, for the arguments that it is given."""
     external = dict(program.captures)
     shapes = [tf.TensorShape(program.ops[source].shapes[number]) for source, number in given]
-    arguments = [argument.name for argument in function.signature.input_arg]
+    arguments = _arguments(function)
     graph_def, tensors = function_graph(function, shapes, program.library.library.function)
     captured = {
         name: external[source]
@@ -73,6 +183,7 @@ def _traced(program: Program, given: tuple[Tensor, ...], function: FunctionDef) 
             spec = program.variables[given[arguments.index(node.name)][0]]
             shape = spec.shape.as_proto()
             node.CopyFrom(variable_node(node.name, spec.dtype.as_datatype_enum, shape))
+    _describe_parts(graph_def, lists)
     graph = imported(graph_def)
     inputs = tuple(name for name in arguments if name not in captured)
     return Trace(
@@ -90,3 +201,140 @@ def _traced(program: Program, given: tuple[Tensor, ...], function: FunctionDef) 
         sources=inputs,
         taking=None,
     )
+
+
+def _describe_parts(graph_def: graph_pb2.GraphDef, lists: Mapping[str, _Shape]) -> None:
+    """Says what comes out of lists whose parts' shapes are known."""
+    known = dict(lists)
+    for node in in_order(graph_def):
+        part = known.get(name_of(node.input[0])) if node.input else None
+        if part is None:
+            continue
+        results: dict[str, list[_Shape]] = {
+            "TensorListPopBack": [(), part],
+            "TensorListGetItem": [part],
+            "TensorListElementShape": [(len(part),)],
+        }
+        if node.op in results:
+            described = node.attr[SHAPES].list.shape
+            del described[:]
+            described.extend(tf.TensorShape(shape).as_proto() for shape in results[node.op])
+        if node.op in (*_WRITES, *_HAND_ON, "Identity"):
+            known[node.name] = part
+
+
+def _arguments(function: FunctionDef) -> list[str]:
+    return [argument.name for argument in function.signature.input_arg]
+
+
+# --- How many turns a loop takes --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """A loop, as what decides on its turns knows it.
+
+    Attributes:
+      inputs: what its first turn is given.
+      condition, body: its functions; None if they cannot be read.
+      names: of the arguments of each of them.
+    """
+
+    inputs: tuple[Tensor, ...]
+    condition: Program | None
+    body: Program | None
+    names: tuple[Sequence[str], Sequence[str]]
+
+
+def _turns(program: Program, loop: _Loop, loops: Mapping[int, _Loop]) -> int | None:
+    """How many turns a loop takes that counts to a limit, if both are known.
+
+    So do the loops of Python's ``range``, recurrent layers, and the gradients of these,
+    which take as many turns as the loop forward has counted.  Of several conditions that
+    must all hold, the first to fail ends it.
+    """
+    if loop.condition is None or loop.body is None:
+        return None
+    found = []
+    for comparison, *sides in _comparisons(loop.condition, loop.condition.outputs[0]):
+        if comparison.startswith("Greater"):
+            sides.reverse()
+        lines = [_line(program, loop, side, loops) for side in sides]
+        if None in lines:
+            continue
+        (lower, rise), (upper, fall) = (line for line in lines if line is not None)
+        if rise > fall:
+            turns = (upper - lower) / (rise - fall)
+            whole = math.floor(turns) + 1 if comparison.endswith("Equal") else math.ceil(turns)
+            found.append(max(0, whole))
+    return min(found, default=None)
+
+
+def _comparisons(condition: Program, tensor: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The comparisons that must all hold."""
+    op = condition.ops[tensor[0]]
+    if op.type == "LogicalAnd":
+        for each in op.inputs:
+            yield from _comparisons(condition, each)
+    elif op.type in ("Less", "LessEqual", "Greater", "GreaterEqual"):
+        left, right = op.inputs
+        yield op.type, left, right
+
+
+def _line(
+    program: Program, loop: _Loop, tensor: Tensor, loops: Mapping[int, _Loop]
+) -> tuple[Fraction, Fraction] | None:
+    """A value of a loop's condition before the first turn, and what each turn adds to it."""
+    assert loop.condition is not None
+    op = loop.condition.ops[tensor[0]]
+    if op.kind is not Kind.ARGUMENT:
+        constant = _constant(loop.condition, tensor)
+        return None if constant is None else (constant, Fraction(0))
+    slot = loop.names[0].index(op.name)
+    start, step = _number(program, loop.inputs[slot], loops), _step(program, loop, slot, loops)
+    return None if start is None or step is None else (start, step)
+
+
+def _step(program: Program, loop: _Loop, slot: int, loops: Mapping[int, _Loop]) -> Fraction | None:
+    """What each turn adds to a value."""
+    assert loop.body is not None
+    ops, names = loop.body.ops, loop.names[1]
+    result = loop.body.outputs[slot]
+    op = ops[result[0]]
+    if op.name == names[slot]:
+        return Fraction(0)
+    if op.type not in ("Add", "AddV2", "Sub"):
+        return None
+    value, added = op.inputs
+    if op.type != "Sub" and ops[value[0]].name != names[slot]:
+        value, added = added, value
+    if ops[value[0]].name != names[slot]:
+        return None
+    step, source = _constant(loop.body, added), ops[added[0]]
+    if source.kind is Kind.ARGUMENT:  # the same in every turn
+        same = names.index(source.name)
+        if loop.body.outputs[same] == added:
+            step = _number(program, loop.inputs[same], loops)
+    return -step if step is not None and op.type == "Sub" else step
+
+
+def _number(program: Program, tensor: Tensor, loops: Mapping[int, _Loop]) -> Fraction | None:
+    """A number that a program computes, if it is known before it runs."""
+    source, slot = tensor
+    loop = loops.get(source)
+    if loop is None:
+        return _constant(program, tensor)
+    turns = _turns(program, loop, loops)
+    if turns is None:
+        return None
+    step = _step(program, loop, slot, loops)
+    start = _number(program, loop.inputs[slot], loops)
+    return None if step is None or start is None else start + turns * step
+
+
+def _constant(program: Program, tensor: Tensor) -> Fraction | None:
+    op = program.ops[tensor[0]]
+    if op.kind is not Kind.CONSTANT or math.prod(op.shapes[0]) != 1:
+        return None
+    value = tf.make_ndarray(program.nodes[tensor[0]].attr["value"].tensor).item()
+    return Fraction(value) if isinstance(value, (int, float)) and math.isfinite(value) else None

@@ -129,7 +129,7 @@ def _solve(arguments: argparse.Namespace) -> int:
         simulate,
         solve,
     )
-    from .solvers.files import check_writable
+    from .solvers.files import check_writable, is_replaced
 
     graph = load_graph(arguments.graph)
     if arguments.output is not None:
@@ -147,7 +147,10 @@ def _solve(arguments: argparse.Namespace) -> int:
             simulate(graph, start)
         except ScheduleError as error:
             raise PlanError(f"{arguments.warm_start}: steps: {error}") from None
-    report = _Report(graph, arguments.output, arguments.log == "json")
+    # What is not replaced (a pipe, /dev/stdout) gets the last plan only.
+    replaced = arguments.output is not None and is_replaced(arguments.output)
+    saves = arguments.output if replaced else None
+    report = _Report(graph, saves, arguments.log == "json")
     settings: dict[str, Any] = {
         "solver": arguments.solver,
         "time_limit": arguments.time_limit,

@@ -26,7 +26,8 @@ from .allocator import UNWRITTEN, Device, bytes_in_use, device_at_hand
 from .conditionals import CONDITIONALS
 from .executor import ONE_BY_ONE
 from .memory import Event, Fillers
-from .onednn import MERGED, second_name, unmerge
+from .native import MERGED
+from .onednn import second_name, unmerge
 from .program import ON_VARIABLES, Kind, Program, calls, has_effects
 
 # oneDNN's layout pass fuses these with the convolution beside them, without

@@ -89,7 +89,7 @@ def measure(
     operations = []
     for event, taken in zip(events, asked.taken, strict=True):
         op = program.ops[event.op]
-        if op.kind not in (Kind.PURE, Kind.ONCE) or tf.resource in op.dtypes:
+        if op.kind not in (Kind.PURE, Kind.ONCE) or set(op.dtypes) == {tf.resource}:
             continue  # computes nothing
         name = node_name(program, event)
         operations.append(

@@ -20,9 +20,9 @@ from tensorflow.python.framework import op_def_registry
 from tensorflow.python.util import _pywrap_util_port
 
 from .device import default_device
+from .native import MERGED
 from .program import Kind, Op, Program, Tensor
 
-MERGED = "_MklNativeConv2DBackpropFilterWithBias"
 _KERNEL, _BIAS = "Conv2DBackpropFilter", "BiasAddGrad"
 _GRADIENT = {_KERNEL: 2, _BIAS: 0}  # the input that both read
 _ATTRIBUTES = ("T", "strides", "use_cudnn_on_gpu", "padding", "data_format", "dilations")
@@ -40,7 +40,11 @@ def merge_bias_gradients(program: Program) -> Program:
         return program
     readers: dict[Tensor, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, op in enumerate(program.ops):
-        if op.kind is Kind.PURE and op.type in _GRADIENT and op.dtypes[0] == tf.float32:
+        if (
+            op.kind is Kind.PURE
+            and op.type in _GRADIENT
+            and op.dtypes[0] in (tf.float32, tf.bfloat16)
+        ):
             readers[op.inputs[_GRADIENT[op.type]]][op.type].append(index)
     merged = {
         bias: kernel

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
-from .bodies import held_inside
+from .bodies import Inside, held_inside, inside
+from .conditionals import CONDITIONALS
 from .profile import measured_pricer, recorded_pricer
+from .profiles.devices import DeviceSpec
 from .profiles.price import Coverage, Price, coverage, load_pricer
 from .profiles.signature import OpSignature, TensorType
 from .profiles.table import TableError
 from .program import KEPT_SCRATCH, Kind, Program
 from .signatures import signature_of
+
+_MANY = 10_000  # runs of an operation in a step: from here on their number does not matter
+_LARGE = 64 * 1024  # bytes moved; what moves less costs a launch, mostly
 
 Profile = str | os.PathLike[str] | Mapping[str, float]
 
@@ -62,9 +71,9 @@ def price(
     Raises:
       UnknownDeviceError, TableError: if ``profile`` names nothing usable.
     """
-    signatures = [signatures_of(program) for program in versions]
+    steps = [_signed(program, inside(program)) for program in versions]
     if profile == "auto":
-        every = [signature for found in signatures for signature in found.values()]
+        every = [signature for step in steps for signature in _every(step)]
         pricer = measured_pricer(every, deadline=deadline, progress=progress)
     elif isinstance(profile, Mapping):
         pricer = load_pricer(profile, recorded_pricer())
@@ -73,15 +82,114 @@ def price(
                 raise TableError(f"{name!r} has a price, and TensorFlow has no such operation")
     else:
         pricer = load_pricer(profile)
-    distinct = {s: pricer.price(s) for found in signatures for s in set(found.values())}
+    prices = cache(pricer.price)
+    found = [_prices(step, prices, pricer.device) for step in steps]
+    _warn_of_unused(steps, pricer.given)
+    _warn_of_unknown(steps, prices)
+    return found
+
+
+@dataclass(frozen=True)
+class _Signed:
+    """A program with the signatures of its operations, and of those that they run.
+
+    Attributes:
+      program: the program.
+      signatures: by operation.
+      inside: what loops, conditionals and calls run.
+      functions: these functions.
+    """
+
+    program: Program
+    signatures: Mapping[int, OpSignature]
+    inside: Mapping[int, Inside]
+    functions: Mapping[int, Sequence[_Signed]]
+
+
+def _signed(program: Program, found: Mapping[int, Inside]) -> _Signed:
+    functions = {
+        index: [_signed(body, within) for body, within in each.functions]
+        for index, each in found.items()
+    }
+    return _Signed(program, signatures_of(program), found, functions)
+
+
+def _every(step: _Signed, times: int = 1) -> Iterator[OpSignature]:
+    """The signature of each operation as often as it runs."""
+    for index, signature in step.signatures.items():
+        yield from itertools.repeat(signature, times)
+        for function in step.functions.get(index, ()):
+            turns = step.inside[index].turns or 1
+            yield from _every(function, min(times * turns, _MANY))
+
+
+def _parts(
+    step: _Signed, index: int, price: Callable[[OpSignature], Price], launch: float
+) -> list[Price]:
+    """The prices of what an operation does: one, or those of all that it runs."""
+    own = price(step.signatures[index])
+    within = step.inside.get(index)
+    if within is None or own.kind == "given":
+        return [own]
+    functions = [
+        [part for other in function.signatures for part in _parts(function, other, price, launch)]
+        for function in step.functions[index]
+    ]
+    if step.program.ops[index].type in CONDITIONALS:  # whichever is taken
+        functions = [max(functions, key=_total, default=[])]
+    turns = within.turns or 1
+    certain = within.complete and within.turns is not None
     return [
-        _prices(program, {index: distinct[s] for index, s in found.items()}, pricer.device.name)
-        for program, found in zip(versions, signatures, strict=True)
+        replace(own, seconds=launch, kind="roofline" if certain else "unknown"),
+        *(replace(part, seconds=turns * part.seconds) for parts in functions for part in parts),
     ]
 
 
-def _prices(program: Program, prices: Mapping[int, Price], device: str) -> Prices:
-    """Prices of some operations, with what they leave to others and hold inside."""
+def _total(prices: Iterable[Price]) -> float:
+    return math.fsum(price.seconds for price in prices)
+
+
+def _warn_of_unused(steps: Iterable[_Signed], given: Mapping[str, float]) -> None:
+    there = {name for step in steps for each in _every(step) for name in (each.op, each.text)}
+    unused = sorted(given.keys() - there)
+    if unused:
+        warnings.warn(
+            f"the step has no operation {', '.join(unused)} that profile={{...}} has a price "
+            "for (TensorFlow may have fused it into another)",
+            stacklevel=2,
+        )
+
+
+def _warn_of_unknown(steps: Iterable[_Signed], price: Callable[[OpSignature], Price]) -> None:
+    types = sorted({type for step in steps for type in _unknown(step, price)})
+    if types:
+        warnings.warn(
+            f"nothing says before the step runs how long these take: {', '.join(types)}. A loop "
+            "is priced as one turn of it, others by the bytes that they move; profile={...} "
+            "takes the seconds of an operation's type",
+            stacklevel=2,
+        )
+
+
+def _unknown(step: _Signed, price: Callable[[OpSignature], Price]) -> Iterator[str]:
+    """Types of operations whose prices may be far from what they take."""
+    for index, signature in step.signatures.items():
+        kind, within = price(signature).kind, step.inside.get(index)
+        moved = signature.input_bytes + signature.output_bytes
+        if within is not None and kind != "given":
+            if within.turns is None or not within.complete:
+                yield signature.op
+            for function in step.functions[index]:
+                yield from _unknown(function, price)
+        elif kind == "unknown" and moved >= _LARGE:
+            yield signature.op
+
+
+def _prices(step: _Signed, price: Callable[[OpSignature], Price], device: DeviceSpec) -> Prices:
+    """Prices of a program's operations, with what they leave to others and hold inside."""
+    program = step.program
+    prices = {index: price(signature) for index, signature in step.signatures.items()}
+    parts = {index: _parts(step, index, price, device.launch_seconds) for index in prices}
     workspace = {index: found.workspace for index, found in prices.items() if found.workspace}
     for index, op in enumerate(program.ops):
         # The backward operation finds what the forward one kept.
@@ -89,14 +197,12 @@ def _prices(program: Program, prices: Mapping[int, Price], device: str) -> Price
             for reader in program.consumers[index]:
                 if program.ops[reader].type == KEPT_SCRATCH[op.type]:
                     workspace.pop(reader, None)
-    workspace |= held_inside(program)
+    workspace |= held_inside(program, step.inside)
     return Prices(
-        seconds=tuple(
-            prices[index].seconds if index in prices else 0.0 for index in range(len(program.ops))
-        ),
+        seconds=tuple(_total(parts.get(index, ())) for index in range(len(program.ops))),
         workspace=workspace,
-        coverage=coverage(prices.values()),
-        device=device,
+        coverage=coverage(itertools.chain.from_iterable(parts.values())),
+        device=device.name,
     )
 
 

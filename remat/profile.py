@@ -23,7 +23,7 @@ from .profiles import roofline
 from .profiles.devices import DeviceSpec, UnknownDeviceError, find_device
 from .profiles.price import Pricer, spec_of_rows
 from .profiles.signature import OpSignature, TensorType
-from .profiles.table import Row, Table, append_rows, load_table
+from .profiles.table import Row, Table, TableError, append_rows, load_table
 from .signatures import UnmeasurableError
 
 _SAVE_SECONDS = 10.0  # between appends to a table
@@ -131,7 +131,8 @@ def measured_pricer(
     """Prices from the user's table of this device; what it lacks is measured and recorded.
 
     Raises:
-      TableError: if the table on disk is damaged; the message names the file.
+      TableError: if the table on disk is damaged, or of another device; the message names
+        the file.
       KeyboardInterrupt: once what was measured so far is recorded.
     """
     device = device or default_device()
@@ -139,7 +140,7 @@ def measured_pricer(
     path = table_path(device)
     spec = spec_at_hand(device)
     started = time.monotonic()
-    pricer = Pricer(spec, _table(path))
+    pricer = Pricer(spec, _table(device))
 
     def measure(wanted: Iterable[OpSignature], share: float) -> None:
         nonlocal pricer
@@ -185,7 +186,7 @@ def recorded_pricer(device: str | None = None) -> Pricer:
       TableError: if the table on disk is damaged; the message names the file.
     """
     device = device or default_device()
-    rows = _table(table_path(device)).rows
+    rows = _table(device).rows
     return Pricer(
         spec_at_hand(device), Table(tuple(replace(row, workspace_bytes=None) for row in rows))
     )
@@ -207,11 +208,13 @@ def measure_device(device: str | None = None) -> DeviceSpec:
     """
     device = device or default_device()
     path = table_path(device)
-    table = _table(path)
+    table = _table(device)
     reference = _reference_operations(on_gpu=device.startswith("GPU"))
     measurement = measure_operations(
         reference, device=device, known=table, path=path, share=1.0, least_bytes=0
     )
+    if measurement.interrupted:
+        raise KeyboardInterrupt
     provenance = device_provenance(device)
     memory = None
     if device.startswith("CPU") and hasattr(os, "sysconf"):
@@ -219,9 +222,16 @@ def measure_device(device: str | None = None) -> DeviceSpec:
     return spec_of_rows(provenance["device"], table.merged(measurement.rows).rows, memory=memory)
 
 
-def _table(path: Path) -> Table:
-    """The table of a device, empty if nothing was measured on it yet."""
-    return load_table(path) if path.exists() else Table()
+def _table(device: str) -> Table:
+    """The user's table of a device, empty if nothing was measured on it yet."""
+    path, here = table_path(device), device_provenance(device)["device"]
+    table = load_table(path) if path.exists() else Table()
+    if table.device not in (None, here):
+        raise TableError(
+            f"{path}: what was measured on {table.device} is where the table of {here} belongs; "
+            "move it away"
+        )
+    return table
 
 
 def _row(timing: Timing, provenance: Mapping[str, str]) -> Row:
@@ -248,10 +258,11 @@ def _worth_measuring(
         except UnmeasurableError as error:
             reasons[signature.text] = str(error)
             continue
-        if signature.input_bytes + signature.output_bytes < least_bytes:
+        done = roofline.work(signature)
+        small = signature.input_bytes + signature.output_bytes < least_bytes
+        if small and done.kind != roofline.UNKNOWN:
             reasons[signature.text] = "so small that it costs the launch overhead"
             continue
-        done = roofline.work(signature)
         work[signature] = count * max(done.flops / _FLOPS_PER_BYTE, done.bytes)
     wanted: list[OpSignature] = []
     left = share * sum(work.values())

@@ -330,7 +330,7 @@ _FORWARDS: dict[str, tuple[int, ...]] = {
 }
 # ... which oneDNN does with the other summand of a sum that was fused into a product, the
 # input after what is multiplied and the bias ...
-_FUSED, _FUSED_ADDEND = ("_FusedConv2D", "_FusedMatMul"), 3
+_FUSED, _FUSED_ADDEND = ("_FusedConv2D", "_MklNativeFusedConv2D", "_FusedMatMul"), 3
 # ... and for which output, if that is not the first: the gradient, beside the loss.
 _FORWARDED = {"SoftmaxCrossEntropyWithLogits": 1, "SparseSoftmaxCrossEntropyWithLogits": 1}
 

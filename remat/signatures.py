@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2, node_def_pb2, op_def_pb2
 from tensorflow.python.framework import op_def_registry
 
-from .onednn import MERGED
+from .native import MERGED, label
 from .profiles.signature import OpSignature, TensorType
 
 # Integer inputs of these attribute types say what to compute (axes, shapes, pads),
@@ -86,8 +86,7 @@ def node_of(signature: OpSignature, device: str = "") -> node_def_pb2.NodeDef:
             node.attr[name].CopyFrom(_attr_value(text, types[name]))
         except (ValueError, TypeError):
             raise UnmeasurableError(f"attribute {name} cannot be {text!r}") from None
-    if node.op == MERGED:  # its kernel is registered under a label
-        node.attr["_kernel"].s = b"MklNameChangeOp"
+    label(node)
     return node
 
 

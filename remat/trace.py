@@ -34,6 +34,7 @@ from . import conditionals, inline, loops
 from .allocator import UNWRITTEN
 from .executor import ONE_BY_ONE, execution_order
 from .generators import Generators, is_draw, shapes_drawn, share
+from .native import name_fused_convolutions
 from .pieces import CALLS, SHAPES, UnknownFormError, name_of
 
 _ARGUMENT, _RESULT = "_Arg", "_Retval"  # operations of a function's graph
@@ -676,6 +677,7 @@ def _optimised(
         if not node.device:
             node.device = device if _runs_on(node.op, device) else default
     graph_def = inline.optimised(graph_def, config, results, keep)
+    name_fused_convolutions(graph_def)
     for node in graph_def.node:
         node.attr.pop("_class", None)  # "beside" an operation that may be in a branch by now
     return graph_def

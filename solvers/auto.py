@@ -24,6 +24,7 @@ see the parts.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable
@@ -35,7 +36,7 @@ from .anneal import anneal_once
 from .best import check_options
 from .chen import chen_greedy
 from .compiling import excuse
-from .exhaustive import MOST_NODES, best_of_all
+from .exhaustive import MOST_NODES, UndecidedError, cheapest, least_peak
 from .feng_huang import feng_huang
 from .gap_cover import REPAIR, lower_bound
 from .griewank import griewank
@@ -73,8 +74,9 @@ _LARGE = 2000  # nodes from which on a cold start does not pay
 def auto(problem: Problem, monitor: Monitor) -> Outcome:
     """Heuristics, proofs and annealing; see the module.  No options."""
     check_options(problem)
-    if len(problem.graph) <= MOST_NODES and problem.minimize == "cost":
-        return _look_at_all(problem, monitor)
+    if len(problem.graph) <= MOST_NODES:
+        with contextlib.suppress(UndecidedError):
+            return _look_at_all(problem, monitor.part(_EARLY * monitor.remaining()))
     board = _Board(problem, monitor)
     if problem.start is not None:
         board.offer(problem.start, REPAIR)
@@ -86,16 +88,18 @@ def auto(problem: Problem, monitor: Monitor) -> Outcome:
 
 
 def _look_at_all(problem: Problem, monitor: Monitor) -> Outcome:
-    schedule = best_of_all(problem, monitor)
+    """Raises UndecidedError if there are too many schedules to look at."""
+    if problem.minimize == "peak":
+        return Outcome(least_peak(problem, monitor))
+    schedule = cheapest(problem.graph, problem.budget, monitor)
     if schedule is not None:
         return Outcome(schedule, simulate(problem.graph, schedule).cost)
-    if monitor.should_stop():
-        return Outcome(None)
     # It is proven; what is left to find is the least budget that works.
-    anything = replace(
-        problem, minimize="peak", budget=simulate(problem.graph, range(len(problem.graph))).peak
-    )
-    return Outcome(best_of_all(anything, monitor), infeasible=True)
+    given = simulate(problem.graph, range(len(problem.graph)))
+    leanest = None
+    with contextlib.suppress(UndecidedError):
+        leanest = least_peak(replace(problem, budget=given.peak), monitor)
+    return Outcome(leanest, infeasible=True)
 
 
 def _work(board: _Board, worker: int) -> None:

@@ -1,13 +1,15 @@
-"""All schedules of a graph of few nodes, by Dijkstra's search.
+"""All schedules of a graph of few nodes, by the A* search.
 
 A state is the values that are held and the nodes that have run; one step from it
 lets go of a value or runs a node.  The way of least cost to a state in which
 every node has run and the outputs are held is the cheapest schedule in any order,
-and where there is none, no schedule fits the budget.  A way of least peak is found
-alike: a way's peak is that of its steps.
+and where there is none, no schedule fits the budget.  What is still to come costs
+at least one run of each node that has not run (Hart, Nilsson and Raphael, "A Formal
+Basis for the Heuristic Determination of Minimum Cost Paths", 1968), so only runs
+beyond the first count.
 
-There are 3^n states of n nodes (not run; run and held; run and let go), with n
-steps from each.
+There are up to 3^n states of n nodes (not run; run and held; run and let go), with
+n steps from each; those that need more again than the best schedule are not seen.
 """
 
 from __future__ import annotations
@@ -16,54 +18,79 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator
 
+from .best import dearest_cost
 from .graph import Graph
 from .method import Monitor, Problem
-from .schedule import Schedule
+from .schedule import Schedule, simulate
 
-MOST_NODES = 9  # 20,000 states: a fraction of a second
+MOST_NODES = 14
+_MOST_STATES = 100_000  # about a second
 
 _State = tuple[int, int]  # held, run: sets as bits
 _Step = tuple[int | None, _State, int]  # node that runs, if any; state then; bytes meanwhile
 
 
-def best_of_all(problem: Problem, monitor: Monitor) -> Schedule | None:
-    """The best schedule within the budget.
+class UndecidedError(Exception):
+    """There are too many states, or there is too little time."""
 
-    ``max_overhead`` is left to the caller: where the peak is minimized, the search
-    does not see all ways that keep it.
 
-    Returns:
-      None if no schedule fits the budget, or time ran out.
+def cheapest(graph: Graph, budget: int, monitor: Monitor) -> Schedule | None:
+    """The cheapest schedule within a budget in bytes; None if there is none.
+
+    Raises:
+      UndecidedError: if that was not found out.
     """
-    graph, steps_from = problem.graph, _steps(problem.graph)
+    steps_from = _steps(graph)
     outputs = sum(1 << index for index in graph.outputs)
     everything = (1 << len(graph)) - 1
     start: _State = (0, 0)
-    ranks = {start: problem.rank(0.0, 0)}
+    again = {start: 0.0}  # seconds of all runs beyond a first
     came: dict[_State, tuple[_State, int | None]] = {}
     tie = itertools.count()  # of equals the latest first: that one is closer to the end
-    queue = [(ranks[start], 0, start, 0.0, 0)]
-    while queue and not monitor.should_stop():
-        rank, _, state, cost, peak = heapq.heappop(queue)
-        if rank > ranks[state]:
+    queue = [(0.0, 0, start)]
+    while queue:
+        if monitor.should_stop() or len(again) > _MOST_STATES:
+            raise UndecidedError
+        cost, _, state = heapq.heappop(queue)
+        if cost > again[state]:
             continue
-        if state[1] == everything and state[0] & outputs == outputs:
+        run = state[1]
+        if run == everything and state[0] & outputs == outputs:
             schedule = []
             while state in came:
                 state, ran = came[state]
                 if ran is not None:
                     schedule.append(ran)
             return tuple(reversed(schedule))
-        for ran, after, held in steps_from(state):
-            if held > problem.budget:
+        for index, after, held in steps_from(state):
+            if held > budget:
                 continue
-            total = cost if ran is None else cost + graph.nodes[ran].cost
-            highest = max(peak, held)
-            rank = problem.rank(total, highest)
-            if after not in ranks or rank < ranks[after]:
-                ranks[after], came[after] = rank, (state, ran)
-                heapq.heappush(queue, (rank, -next(tie), after, total, highest))
+            repeated = index is not None and run >> index & 1
+            total = cost + (graph.nodes[index].cost if index is not None and repeated else 0.0)
+            if after not in again or total < again[after]:
+                again[after], came[after] = total, (state, index)
+                heapq.heappush(queue, (total, -next(tie), after))
     return None
+
+
+def least_peak(problem: Problem, monitor: Monitor) -> Schedule | None:
+    """The schedule of least peak within the budget and ``max_overhead``; None if there is none.
+
+    Raises:
+      UndecidedError: if that was not found out.
+    """
+    found, low, high = None, -1, problem.budget  # no schedule within low; perhaps within high
+    while low < high:
+        middle = high if found is None else (low + high) // 2
+        schedule = cheapest(problem.graph, middle, monitor)
+        truth = None if schedule is None else simulate(problem.graph, schedule)
+        if truth is None or truth.cost > dearest_cost(problem):
+            if found is None:
+                return None
+            low = middle
+        else:
+            found, high = schedule, truth.peak - 1
+    return found
 
 
 def _steps(graph: Graph) -> Callable[[_State], Iterator[_Step]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,16 +17,22 @@ def written(path: str | os.PathLike[str]) -> Iterator[TextIO]:
     """A text file to write into; what was at ``path`` stays whole until this is.
 
     It has a temporary name beside ``path``, and is renamed if nothing went wrong.
-    A link stays one; what is no file (a pipe, ``/dev/stdout``) is written to as it is.
+    A link stays one; what is no file, or a file that is open already (a pipe,
+    ``/dev/stdout``), is written to as it is.
 
     Raises:
       OSError: naming ``path``, if it cannot be written.
     """
     check_writable(path)
-    if os.path.exists(path) and not os.path.isfile(path):
-        with open(path, "w", encoding="utf-8", newline="") as file:
+    try:
+        with _replacing(path) if is_replaced(path) else _going_on(path) as file:
             yield file
-        return
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+@contextlib.contextmanager
+def _replacing(path: str | os.PathLike[str]) -> Iterator[TextIO]:
     path = Path(os.path.realpath(path))
     descriptor, temporary = tempfile.mkstemp(
         dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
@@ -40,6 +47,33 @@ def written(path: str | os.PathLike[str]) -> Iterator[TextIO]:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+@contextlib.contextmanager
+def _going_on(path: str | os.PathLike[str]) -> Iterator[TextIO]:
+    descriptor = _open_already(path)
+    target = path if descriptor is None else os.dup(descriptor)
+    with open(target, "w", encoding="utf-8", newline="") as file:
+        yield file
+
+
+def is_replaced(path: str | os.PathLike[str]) -> bool:
+    """Whether ``written`` replaces what is at ``path``, and does not go on writing there."""
+    there = os.path.exists(path) and not os.path.isfile(path)
+    return not there and _open_already(path) is None
+
+
+def _open_already(path: str | os.PathLike[str]) -> int | None:
+    """The descriptor that a path such as ``/dev/stdout`` stands for."""
+    path = os.path.abspath(path)
+    for _ in range(8):  # links to links
+        match = re.fullmatch(r"/(?:dev|proc/self)/fd/(\d+)", path)
+        if match:
+            return int(match[1])
+        if not os.path.islink(path):
+            return None
+        path = os.path.normpath(os.path.join(os.path.dirname(path), os.readlink(path)))
+    return None
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

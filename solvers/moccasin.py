@@ -95,8 +95,10 @@ def moccasin(problem: Problem, monitor: Monitor) -> Outcome:
         ) from None
     if problem.budget < problem.floor[0]:
         return Outcome(None, infeasible=True, message="one node's run alone is over the budget")
-    model = _build(cp_model, problem, copies)
+    model = _build(cp_model, problem, copies, monitor)
     best = Best(problem, monitor)
+    if model is None:
+        return Outcome(None, message="time was up before the program was built")
     search = _Search(cp_model, model, problem, monitor, best)
 
     for variable, value in model.start:
@@ -154,8 +156,8 @@ class _Model:
     cost: Any
 
 
-def _build(cp_model: ModuleType, problem: Problem, copies: int) -> _Model:
-    """Builds the program of the module's docstring, in its order."""
+def _build(cp_model: ModuleType, problem: Problem, copies: int, monitor: Monitor) -> _Model | None:
+    """Builds the program of the module's docstring, in its order; None if it is to stop."""
     graph, nodes, count = problem.graph, problem.graph.nodes, len(problem.graph)
     program = cp_model.CpModel()
     variables: list[Any] = []
@@ -192,6 +194,8 @@ def _build(cp_model: ModuleType, problem: Problem, copies: int) -> _Model:
 
     # Precedence.
     for producer, reader in graph.edges:
+        if monitor.should_stop():
+            return None
         early = int(nodes[reader].forward == producer)
         for reading in intervals[reader]:
             holders = []
@@ -208,6 +212,8 @@ def _build(cp_model: ModuleType, problem: Problem, copies: int) -> _Model:
     unit = -(-total * end // _OVERFLOW) or 1
     spans, demands = [], []
     for spec, own in zip(nodes, intervals, strict=True):
+        if monitor.should_stop():
+            return None
         for interval in own:
             length = new(program.new_int_var(1, end, ""))
             open_for = (interval.start, length, interval.stop, interval.flag, "")

@@ -391,7 +391,7 @@ def _bytes_beside_inputs(graph: Graph, index: int) -> int:
 def decode(graph: Graph, program: Stages, values: np.ndarray) -> Schedule:
     """The schedule that the values describe: in each stage what it begins with, then first
     runs in the given order, and other runs as late as they can be; what must not run before
-    these comes last."""
+    these comes last.  Where a stage cannot do all that, it is a legal schedule all the same."""
     ran = (program.runs >= 0) & (values[program.runs] > 0.5)
     kept = (program.held >= 0) & (values[program.held] > 0.5)
     stage = ran.argmax(axis=1)
@@ -403,9 +403,12 @@ def decode(graph: Graph, program: Stages, values: np.ndarray) -> Schedule:
             cut = program.cuts[k - 1]
             here.sort(key=lambda index: index != cut.moment and index not in cut.floats)
         again = ran[:, k] & (stage < k)
-        writers = {writer for reader, writer in graph.order if again[reader]}
+        late = {writer for reader, writer in graph.order if again[reader]}
+        for before, after in sorted((*graph.edges, *graph.order)):  # and what must follow them
+            if before in late and stage[after] == k:
+                late.add(after)
         for index in here:
-            if index not in writers:
+            if index not in late:
                 runner.run(index)
         for index in (*np.flatnonzero(kept[:, k + 1]).tolist(), *here):
             runner.run(index)

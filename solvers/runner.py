@@ -21,12 +21,16 @@ class Runner:
         # Nodes that may not run again: their values are read where they are,
         # whether taken to be held or not.
         self._closed: set[int] = set()
+        self._ran: set[int] = set()
         self._readers: dict[int, list[int]] = {}
         for reader, writer in graph.order:
             self._readers.setdefault(writer, []).append(reader)
 
     def run(self, index: int) -> None:
-        """Runs a node unless it is present, after those inputs that are not (and theirs)."""
+        """Runs a node unless it is present, after those inputs that are not (and theirs).
+
+        What it overwrites the inputs of runs before it, if it has not yet.
+        """
         stack = [(index, False)]
         while stack:
             node, ready = stack.pop()
@@ -35,10 +39,13 @@ class Runner:
             elif node not in self.present and node not in self._closed:
                 stack.append((node, True))
                 stack += [(source, False) for source in self._graph.predecessors[node]]
+                readers = self._readers.get(node, ())
+                stack += [(reader, False) for reader in readers if reader not in self._ran]
 
     def _append(self, node: int) -> None:
         self.schedule.append(node)
         self.present.add(node)
+        self._ran.add(node)
         if not self._graph.nodes[node].recomputable:
             self._closed.add(node)
         self._closed.update(self._readers.get(node, ()))

@@ -60,6 +60,20 @@ def test_a_plan_is_written_shown_and_drawn(chain: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("*.tmp")] == []
 
 
+def test_a_plan_goes_into_a_file_that_is_open_already(chain: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text("before\n")
+    command = [*REMAT, "solve", str(chain), "--budget", "60%", "-o", "/dev/stdout"]
+    with log.open("a") as file:
+        subprocess.run(command, stdout=file, check=True)
+    lines = log.read_text().splitlines()
+    assert lines[0] == "before"
+    assert [json.loads(line)["format"] for line in lines if line.startswith("{")] == [
+        "remat-plan/1"
+    ]
+    assert {path.name for path in tmp_path.iterdir()} == {"chain.json", "log.txt"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

@@ -35,6 +35,17 @@ _MODELS = {
         loss = "mse"
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True)
     """,
+    "bfloat16": """
+        keras.config.set_dtype_policy("mixed_bfloat16")
+        model = keras.Sequential([keras.Input((32, 32, 3))])
+        for activation in ("relu", None, "relu", None, "relu"):
+            model.add(keras.layers.Conv2D(16, 3, padding="same", activation=activation))
+        model.add(keras.layers.GlobalAveragePooling2D())
+        model.add(keras.layers.Dense(10, dtype="float32"))
+        specs = [tf.TensorSpec((32, 32, 32, 3)), tf.TensorSpec((32,), tf.int32)]
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        optimizer = keras.optimizers.Adam(1e-3)
+    """,
     "dropout and attention": """
         inputs = keras.Input((32, 64))
         x = inputs
@@ -81,7 +92,12 @@ _MODELS = {
 
 # With oneDNN too, whose kernels plain TensorFlow chooses by what stands beside what.
 @pytest.mark.parametrize(
-    ("name", "onednn"), [*((name, "0") for name in _MODELS), ("skip connections", "1")]
+    ("name", "onednn"),
+    [
+        *((name, "0") for name in _MODELS if name != "bfloat16"),
+        ("skip connections", "1"),
+        ("bfloat16", "1"),
+    ],
 )
 def test_same_bits_as_keras_in_less_memory(name: str, onednn: str) -> None:
     """Losses, predictions, weights, slots, averages and seeds after 3 steps."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 import tensorflow as tf
 
 from remat import profile
+from remat.bodies import inside
 from remat.device import table_path
 from remat.planning import read
-from remat.price import signatures_of
+from remat.price import price, signatures_of
 from remat.profiles import roofline
 from remat.profiles.signature import OpSignature, TensorType
 from remat.profiles.table import TableError, load_table
@@ -311,6 +313,94 @@ def test_a_training_step_is_covered_and_priced_from_the_table(
 
     again = profile.measured_pricer(found, device="CPU:0", progress=measured_again)
     assert again.table == pricer.table
+
+
+def test_loops_are_priced_by_the_turns_that_they_take():
+    weights = tf.Variable(tf.ones((256, 256)))
+
+    def step(x: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            y = x
+            for _ in tf.range(3, 17, 2):
+                y = tf.tanh(y @ weights)
+            loss = tf.reduce_sum(y)
+        weights.assign_sub(tape.gradient(loss, weights))
+
+    _, program = read(step, [tf.TensorSpec([64, 256])], autograph=True)
+    found = inside(program)
+    assert [(each.turns, each.complete) for each in found.values()] == [(7, True), (7, True)]
+    prices = {"MatMul": 1.0, "Tanh": 0.0}
+    (priced,) = price([program], prices)
+    seconds = [priced.seconds[index] for index in found]
+    assert seconds == pytest.approx([7, 14], rel=0.01)  # forward, and two products backward
+    assert priced.coverage.seconds["given"] == pytest.approx(21)
+
+
+def test_the_layers_of_a_recurrent_network_take_their_turns():
+    layer = keras.layers.LSTM(16)
+    layer.build((8, 5, 4))
+
+    def step(x: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(x))
+        for variable, gradient in zip(
+            layer.trainable_variables, tape.gradient(loss, layer.trainable_variables), strict=True
+        ):
+            variable.assign_sub(gradient)
+
+    _, program = read(step, [tf.TensorSpec([8, 5, 4])])
+    assert {(each.turns, each.complete) for each in inside(program).values()} == {(5, True)}
+
+
+def test_what_nothing_says_the_price_of_is_named():
+    def step(x: tf.Tensor) -> tf.Tensor:
+        x = tf.while_loop(lambda x: tf.reduce_sum(x) < 100.0, lambda x: (x + 1.0,), (x,))[0]
+        return tf.linalg.svd(x, compute_uv=False)
+
+    _, program = read(step, [tf.TensorSpec([200, 200])])
+    with pytest.warns(UserWarning, match=r"how long these take: \w*While, Svd\."):
+        (priced,) = price([program], "h200")
+    assert priced.coverage.operations["unknown"] >= 2
+    # It is measured here, however few bytes it moves.
+    found = measure(signatures_of(program).values(), least_bytes=2**20)
+    assert [row.signature.op for row in found.rows] == ["Svd"]
+
+
+def test_a_price_that_nothing_asks_for_is_named():
+    _, program = read(lambda x: x @ x, [tf.TensorSpec([64, 64])])
+    with pytest.warns(UserWarning, match="no operation Conv2D"):
+        price([program], {"Conv2D": 1.0, "MatMul": np.float32(2.0)})
+
+
+def test_ctrl_c_while_a_device_is_measured_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    measure_operations = profile.measure_operations
+
+    def interrupted(*arguments, **options):
+        def progress(done: int, *_) -> None:
+            if done == 2:
+                signal.raise_signal(signal.SIGINT)
+
+        return measure_operations(*arguments, **options, progress=progress)
+
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+    monkeypatch.setattr(profile, "measure_operations", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        profile.measure_device("CPU:0")
+
+
+def test_a_table_of_another_device_in_the_cache_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+    profile.measured_pricer([relu(512, 512)], device="CPU:0")
+    path = table_path("CPU:0")
+    here = load_table(path).device
+    assert here is not None
+    path.write_text(path.read_text().replace(here, "Foreign CPU"))
+    with pytest.raises(TableError, match=rf"{path.name}.*Foreign CPU"):
+        profile.measured_pricer([relu(256, 512)], device="CPU:0")
 
 
 def test_a_damaged_table_in_the_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

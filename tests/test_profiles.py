@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import itertools
 import subprocess
 import sys
@@ -92,6 +93,74 @@ class TestSignature:
             dtype="float16",
         )
         assert update.input_bytes == 2 * 10 * 10 * 2
+
+
+COUNTED = {
+    # op, inputs, outputs, attributes -> FLOPs
+    "a square, a sum for each of 5 channels, a power and a product": (
+        signature("LRN", [(F32, (2, 4, 4, 8))], [(F32, (2, 4, 4, 8))], depth_radius="2"),
+        256 * (2 * 5 + 2),
+    ),
+    "5 n log2 n": (
+        signature("FFT", [("complex64", (3, 1024))], [("complex64", (3, 1024))]),
+        3 * 5 * 1024 * 10,
+    ),
+    "half of that": (
+        signature("RFFT", [(F32, (3, 1024)), ("int32", (1,))], [("complex64", (3, 513))]),
+        3 * 5 * 1024 * 10 // 2,
+    ),
+    "n^3 / 3": (
+        signature("Cholesky", [(F32, (2, 30, 30))], [(F32, (2, 30, 30))]), 2 * 9000,
+    ),
+    "a sum and a maximum a tap": (
+        signature(
+            "Dilation2D", [(F32, (1, 6, 6, 2)), (F32, (3, 3, 2))], [(F32, (1, 4, 4, 2))],
+            strides="1,1,1,1", rates="1,1,1,1", padding="VALID",
+        ),
+        2 * 16 * 9 * 2,
+    ),
+    "bilinear": (
+        signature(
+            "CropAndResize",
+            [(F32, (1, 9, 9, 3)), (F32, (5, 4)), ("int32", (5,)), ("int32", (2,))],
+            [(F32, (5, 4, 4, 3))], method="bilinear",
+        ),
+        9 * 240,
+    ),
+    "one sum an element": (
+        signature("Cumsum", [(F32, (7, 9)), ("int32", ())], [(F32, (7, 9))]), 63,
+    ),
+    "both of two in a row": (
+        signature("_UnaryOpsComposition", [(F32, (8,))], [(F32, (8,))], op_names="Neg,Exp"), 16,
+    ),
+    "four products and four sums, at the rate of their parts": (
+        signature(
+            "MatMul", [("complex128", (2, 3)), ("complex128", (3, 4))],
+            [("complex128", (2, 4))],
+        ),
+        8 * 24,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("each", "flops"), COUNTED.values(), ids=COUNTED)
+def test_operations_counted(each: OpSignature, flops: int):
+    assert roofline.work(each).flops == flops
+
+
+def test_what_nobody_has_counted_is_said_to_be_unknown():
+    svd = signature("Svd", [(F32, (512, 512))], [(F32, (512,))])
+    assert roofline.work(svd) == roofline.Work(roofline.UNKNOWN, 0, 4 * (512 * 512 + 512))
+    assert price.load_pricer("h200").price(svd).kind == "unknown"
+
+
+def test_complex_numbers_are_as_fast_as_their_parts():
+    def seconds(dtype: str) -> float:
+        square = (dtype, (4096, 4096))
+        product = signature("MatMul", [square, square], [square])
+        return price.load_pricer("h200").price(product).seconds
+
+    assert seconds("complex128") == pytest.approx(4 * seconds("float64"), rel=0.01)
 
 
 class TestTable:
@@ -190,6 +259,27 @@ class TestTable:
         save_table(Table((row(relu(4)),)), tmp_path / "t.csv")
         with pytest.raises(TableError, match="one table a device"):
             append_rows(tmp_path / "t.csv", [row(relu(5), device="Other")])
+
+    def test_two_processes_may_append_at_once(self, tmp_path: Path):
+        path = tmp_path / "t.csv"
+        program = (
+            "import sys; from pathlib import Path; sys.path.insert(0, 'tests')\n"
+            "from test_profiles import append_rows, relu, row\n"
+            "for size in range(40): append_rows(sys.argv[1], [row(relu(size + int(sys.argv[2])))])"
+        )
+        both = [
+            subprocess.Popen([sys.executable, "-c", program, path, first]) for first in ("1", "101")
+        ]
+        assert [each.wait(60) for each in both] == [0, 0]
+        assert len(load_table(path)) == 80
+
+    @pytest.mark.parametrize("name", ["t.csv.gz", "t.csv.zip", "t.csv.xz"])
+    def test_a_table_is_text_whatever_its_name(self, tmp_path: Path, name: str):
+        save_table(Table((row(relu(4)),)), tmp_path / name)
+        assert len(load_table(tmp_path / name)) == 1
+        (tmp_path / name).write_bytes(gzip.compress(b"signature"))
+        with pytest.raises(TableError, match="not a CSV table"):
+            load_table(tmp_path / name)
 
     def test_another_tensorflow_is_warned_of(self, tmp_path: Path):
         save_table(Table((row(relu(4), tensorflow="1.0.0"),)), tmp_path / "t.csv")

@@ -141,6 +141,19 @@ def test_auto_looks_at_all_schedules_of_a_few_nodes(graph: Graph, part: float) -
             assert optimum(graph, result.least_budget - 1) == math.inf
 
 
+@few(40)
+@given(graphs(most=6), st.sampled_from([None, 0.0, 0.2, 0.5]))
+def test_auto_finds_the_least_peak_of_a_few_nodes(graph: Graph, allowed: float | None) -> None:
+    most = math.inf if allowed is None else graph.cost * (1 + allowed + 1e-9)
+    peak = plain_peak(graph)
+    result = run(graph, peak, "auto", minimize="peak", max_overhead=allowed, time_limit=20.0)
+    assert result.peak is not None
+    assert result.cost is not None
+    assert result.cost <= most
+    lower = optimum(graph, result.peak - 1)
+    assert lower == math.inf or lower > most
+
+
 @pytest.mark.parametrize("solver", ["gap_cover", "moments"])
 def test_the_bound_is_below_the_optimum_of_all_orders(solver: str) -> None:
     @few(40)
@@ -209,6 +222,21 @@ def test_a_node_that_floats_may_become_a_moment() -> None:
     edges += ((4, 6), (6, 7), (6, 8), (6, 10), (7, 9), (8, 9))
     graph = Graph("float", nodes, edges, outputs=(10,), order=((0, 8), (5, 8)))
     run(graph, 10, "moments", time_limit=20)  # legal, or says why not
+
+
+def test_what_a_writer_overwrites_may_be_written_itself() -> None:
+    # "read" runs again before "update", which must come before "slot".
+    nodes = (
+        Node("read", 0, 2),
+        Node("other", 0.3, 3),
+        Node("gradient", 8, 1),
+        Node("update", 0.5, 0, recomputable=False),
+        Node("slot", 0.3, 1, recomputable=False),
+    )
+    graph = Graph("writers", nodes, ((0, 2),), order=((3, 4), (0, 3)))
+    result = run(graph, 3, "moments", time_limit=20)
+    assert result.status is Status.OPTIMAL
+    assert result.cost == optimum(graph, 3)
 
 
 def test_what_is_returned_may_be_computed_again_before_its_weights_change() -> None:
