@@ -8,7 +8,7 @@ it takes as long as their operations do, in every turn of a loop.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -120,13 +120,21 @@ def _part(program: Program, op: Op, parts: Mapping[Tensor, _Shape]) -> _Shape | 
     return parts.get(op.inputs[0]) if op.type in _HAND_ON else None
 
 
-def held_inside(program: Program, found: Mapping[int, Inside]) -> dict[int, int]:
+def held_inside(
+    program: Program,
+    found: Mapping[int, Inside],
+    scratch: Callable[[Program], Mapping[int, int]],
+) -> dict[int, int]:
     """Bytes that operations hold, beside their results, for the functions that they run.
 
     Of several branches that is the one that holds most, whichever is taken.  A
     turn of a loop holds its values beside the results, which are the turn
-    before's.  What kernels in there ask for besides, and functions that are left
-    out of ``found``, count for nothing.
+    before's.  Functions that are left out of ``found`` count for nothing.
+
+    Args:
+      program: the operations.
+      found: what they run.
+      scratch: bytes that the operations of a function hold only while they run.
 
     Returns:
       The bytes, by operation, where there are any.
@@ -134,7 +142,7 @@ def held_inside(program: Program, found: Mapping[int, Inside]) -> dict[int, int]
     held = {}
     for index, each in found.items():
         op = program.ops[index]
-        most = max((_most(body, within) for body, within in each.functions), default=0)
+        most = max((_most(body, within, scratch) for body, within in each.functions), default=0)
         if op.type not in LOOPS:
             most -= sum(op.bytes)
         if most > 0:
@@ -142,9 +150,14 @@ def held_inside(program: Program, found: Mapping[int, Inside]) -> dict[int, int]
     return held
 
 
-def _most(body: Program, within: Mapping[int, Inside]) -> int:
+def _most(
+    body: Program,
+    within: Mapping[int, Inside],
+    scratch: Callable[[Program], Mapping[int, int]],
+) -> int:
     """The most bytes that a function's own values take at once."""
-    asked = requests(body, creation_events(body), held_inside(body, within))
+    workspace = {**scratch(body), **held_inside(body, within, scratch)}
+    asked = requests(body, creation_events(body), workspace)
     return max(asked.timeline(0), default=0)
 
 

@@ -37,7 +37,8 @@ class Prices:
     Attributes:
       seconds: of each operation (0 for what does not compute).
       workspace: bytes an operation holds only while it runs, where there are any.
-      coverage: how much of it was measured, fitted or computed.
+      coverage: how much of it was measured, fitted, computed or is not known; what loops
+        run counts with all its turns.
       device: name of the device they are for.
     """
 
@@ -65,8 +66,16 @@ def price(
       deadline: seconds that measuring may take.
       progress: called with (done, total, next signature) while measuring.
 
+    A loop costs what the operations of a turn cost, times its turns; of a conditional's
+    branches the dearest counts.
+
     Returns:
       The prices of each version.
+
+    Warns:
+      UserWarning: if nothing says before the step runs how long some operations take
+        (loops until something is so, Python functions, what nobody has counted the work
+        of); if ``profile`` has prices for what the step does not do.
 
     Raises:
       UnknownDeviceError, TableError: if ``profile`` names nothing usable.
@@ -186,10 +195,30 @@ def _unknown(step: _Signed, price: Callable[[OpSignature], Price]) -> Iterator[s
 
 
 def _prices(step: _Signed, price: Callable[[OpSignature], Price], device: DeviceSpec) -> Prices:
-    """Prices of a program's operations, with what they leave to others and hold inside."""
+    """Prices of a program's operations, with what they hold inside."""
     program = step.program
-    prices = {index: price(signature) for index, signature in step.signatures.items()}
-    parts = {index: _parts(step, index, price, device.launch_seconds) for index in prices}
+    parts = {index: _parts(step, index, price, device.launch_seconds) for index in step.signatures}
+
+    def scratch(body: Program) -> dict[int, int]:
+        return _scratch(body, signatures_of(body), price)
+
+    workspace = _scratch(program, step.signatures, price)
+    workspace |= held_inside(program, step.inside, scratch)
+    return Prices(
+        seconds=tuple(_total(parts.get(index, ())) for index in range(len(program.ops))),
+        workspace=workspace,
+        coverage=coverage(itertools.chain.from_iterable(parts.values())),
+        device=device.name,
+    )
+
+
+def _scratch(
+    program: Program,
+    signatures: Mapping[int, OpSignature],
+    price: Callable[[OpSignature], Price],
+) -> dict[int, int]:
+    """Bytes that operations hold only while they run, less what they leave to others."""
+    prices = {index: price(signature) for index, signature in signatures.items()}
     workspace = {index: found.workspace for index, found in prices.items() if found.workspace}
     for index, op in enumerate(program.ops):
         # The backward operation finds what the forward one kept.
@@ -197,13 +226,7 @@ def _prices(step: _Signed, price: Callable[[OpSignature], Price], device: Device
             for reader in program.consumers[index]:
                 if program.ops[reader].type == KEPT_SCRATCH[op.type]:
                     workspace.pop(reader, None)
-    workspace |= held_inside(program, step.inside)
-    return Prices(
-        seconds=tuple(_total(parts.get(index, ())) for index in range(len(program.ops))),
-        workspace=workspace,
-        coverage=coverage(itertools.chain.from_iterable(parts.values())),
-        device=device.name,
-    )
+    return workspace
 
 
 def signatures_of(program: Program) -> dict[int, OpSignature]:

@@ -51,6 +51,7 @@ _STEEP = 0.1, 10.0  # first and last weight where something else is looked for
 _NEAR_THE_END = 0.9  # of the changes or the time
 _ANEW = 0.3  # share of the recomputations after that whose inputs run again even if held
 _LOOKS = 400  # at the schedule in a cooling, at least
+_APART, _LOOKS_APART = 0.2, 10  # seconds, looks: between reports
 _SECONDS, _CHUNK = 0.02, 1000  # between looks, at most: seconds; changes, by the move count
 
 
@@ -58,7 +59,7 @@ def anneal(problem: Problem, monitor: Monitor) -> Outcome:
     """Anneals on every worker; see the module."""
     check_options(problem, "moves", "seconds")
     moves, seconds = problem.options.get("moves"), problem.options.get("seconds", math.inf)
-    if moves is not None and (not isinstance(moves, int) or moves < 1):
+    if moves is not None and (type(moves) is not int or moves < 1):
         raise ValueError(f"moves is {moves!r}; it must be a whole number >= 1")
     if not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ValueError(f"seconds is {seconds!r}; it must be a number above 0")
@@ -136,7 +137,7 @@ def anneal_once(
     began, done = monitor.elapsed(), 0
     seconds = min(seconds, monitor.remaining())
     reported, chunk = math.inf, _CHUNK
-    told = began
+    told, looks = began, 0
     # A start that is heated less goes on where a cooling is as warm.
     first = math.log(hot / _HOT) / math.log(_COLD / _HOT)
     for_cost = problem.minimize == "cost" and not at_any_cost
@@ -174,7 +175,10 @@ def anneal_once(
             took = max(monitor.elapsed() - now, 1e-6)
             apart = min(_SECONDS, seconds / _LOOKS)
             chunk = int(min(2 * chunk, max(1, chunk * apart / took)))
-        if figure[1] < reported and monitor.elapsed() - told > 0.2:
+        looks += 1
+        # With a move limit nothing depends on the clock, the least budget seen included.
+        due = monitor.elapsed() - told > _APART if moves is None else looks % _LOOKS_APART == 0
+        if due and figure[1] < reported:
             reported, told = figure[1], monitor.elapsed()
             monitor.found(tuple(best[: int(figure[0])].tolist()))
     if figure[0] == 0:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from .budget import format_bytes, parse_budget
@@ -152,6 +153,12 @@ def solve(
         time_limit = default_time_limit(graph)
         longer = max(time_limit, _LONG)
         patience = ((longer - time_limit, 0.0), (max(0.0, _LONGEST - longer), _WIDE))
+    for name, value in (("seed", seed), ("workers", workers)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+            raise ValueError(f"{name} is {value!r}; it must be a whole number")
+    for name, number in (("time_limit", time_limit), ("max_overhead", max_overhead)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, Real)):
+            raise ValueError(f"{name} is {number!r}; it must be a number or None")
     if time_limit is not None and not 0 < time_limit < math.inf:
         raise ValueError(f"time_limit is {time_limit} seconds; it must be above 0 and finite")
     if max_overhead is not None and not max_overhead >= 0:

@@ -386,3 +386,4 @@ def test_the_same_seed_and_moves_give_the_same_schedule(graph: Graph, seed: int)
         run(graph, budget, "anneal", moves=5000, seed=seed, workers=2) for _ in range(2)
     )
     assert first.schedule == second.schedule
+    assert first.least_budget == second.least_budget
