@@ -148,7 +148,7 @@ def work(signature: OpSignature) -> Work:
     count = _COUNTS.get(signature.op, _unknown)
     try:
         return count(signature)
-    except (IndexError, ValueError):
+    except (IndexError, KeyError, ValueError):
         raise SignatureError(f"not what {signature.op} takes: {signature.text}") from None
 
 

@@ -40,6 +40,11 @@ class Inside:
     turns: int | None
     complete: bool
 
+    @property
+    def times(self) -> int:
+        """How often they run as far as is known: at least once, if nothing is."""
+        return 1 if self.turns is None else self.turns
+
 
 def inside(program: Program) -> dict[int, Inside]:
     """What each loop, conditional and call of a program runs, by its index."""

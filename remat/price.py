@@ -128,8 +128,7 @@ def _every(step: _Signed, times: int = 1) -> Iterator[OpSignature]:
     for index, signature in step.signatures.items():
         yield from itertools.repeat(signature, times)
         for function in step.functions.get(index, ()):
-            turns = step.inside[index].turns or 1
-            yield from _every(function, min(times * turns, _MANY))
+            yield from _every(function, min(times * step.inside[index].times, _MANY))
 
 
 def _parts(
@@ -146,11 +145,14 @@ def _parts(
     ]
     if step.program.ops[index].type in CONDITIONALS:  # whichever is taken
         functions = [max(functions, key=_total, default=[])]
-    turns = within.turns or 1
     certain = within.complete and within.turns is not None
     return [
         replace(own, seconds=launch, kind="roofline" if certain else "unknown"),
-        *(replace(part, seconds=turns * part.seconds) for parts in functions for part in parts),
+        *(
+            replace(part, seconds=within.times * part.seconds)
+            for parts in functions
+            for part in parts
+        ),
     ]
 
 
@@ -159,6 +161,8 @@ def _total(prices: Iterable[Price]) -> float:
 
 
 def _warn_of_unused(steps: Iterable[_Signed], given: Mapping[str, float]) -> None:
+    if not given:
+        return
     there = {name for step in steps for each in _every(step) for name in (each.op, each.text)}
     unused = sorted(given.keys() - there)
     if unused:
