@@ -8,7 +8,7 @@ it takes as long as their operations do, in every turn of a loop.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -20,7 +20,7 @@ from .conditionals import CONDITIONALS
 from .loops import LOOPS
 from .memory import creation_events, requests
 from .pieces import CALLS, SHAPES, in_order, name_of, runs
-from .program import Kind, Op, Program, Tensor, build
+from .program import LIST_WRITES, Kind, Op, Program, Tensor, build
 from .trace import Trace, TraceError, function_graph, imported, loop_bodies, variable_node
 
 
@@ -109,15 +109,14 @@ def _inside(
     return found, parts
 
 
-# What puts a part into a list, and which of its inputs that is; what hands a list on.
-_WRITES = {"TensorListSetItem": 2, "TensorListPushBack": 1}
+# What hands a list on.
 _HAND_ON = ("TensorListPopBack", "ZerosLike", "AddN", "TensorListResize")
 
 
 def _part(program: Program, op: Op, parts: Mapping[Tensor, _Shape]) -> _Shape | None:
     """The shape of the parts of the list that an operation returns, if known."""
-    if op.type in _WRITES:
-        source, number = op.inputs[_WRITES[op.type]]
+    if op.type in LIST_WRITES:
+        source, number = op.inputs[LIST_WRITES[op.type]]
         return program.ops[source].shapes[number]
     if op.type == "TensorListFromTensor":
         source, number = op.inputs[0]
@@ -125,45 +124,22 @@ def _part(program: Program, op: Op, parts: Mapping[Tensor, _Shape]) -> _Shape | 
     return parts.get(op.inputs[0]) if op.type in _HAND_ON else None
 
 
-def held_inside(
-    program: Program,
-    found: Mapping[int, Inside],
-    scratch: Callable[[Program], Mapping[int, int]],
-) -> dict[int, int]:
-    """Bytes that operations hold, beside their results, for the functions that they run.
+def held_inside(op: Op, functions: Iterable[tuple[Program, Mapping[int, int]]]) -> int:
+    """Bytes that an operation holds, beside its results, for the functions that it runs.
 
     Of several branches that is the one that holds most, whichever is taken.  A
     turn of a loop holds its values beside the results, which are the turn
-    before's.  Functions that are left out of ``found`` count for nothing.
+    before's.
 
     Args:
-      program: the operations.
-      found: what they run.
-      scratch: bytes that the operations of a function hold only while they run.
-
-    Returns:
-      The bytes, by operation, where there are any.
+      op: the operation.
+      functions: each, and the bytes that its operations hold only while they run.
     """
-    held = {}
-    for index, each in found.items():
-        op = program.ops[index]
-        most = max((_most(body, within, scratch) for body, within in each.functions), default=0)
-        if op.type not in LOOPS:
-            most -= sum(op.bytes)
-        if most > 0:
-            held[index] = most
-    return held
-
-
-def _most(
-    body: Program,
-    within: Mapping[int, Inside],
-    scratch: Callable[[Program], Mapping[int, int]],
-) -> int:
-    """The most bytes that a function's own values take at once."""
-    workspace = {**scratch(body), **held_inside(body, within, scratch)}
-    asked = requests(body, creation_events(body), workspace)
-    return max(asked.timeline(0), default=0)
+    most = 0
+    for body, workspace in functions:
+        asked = requests(body, creation_events(body), workspace)
+        most = max(most, *asked.timeline(0), 0)
+    return most if op.type in LOOPS else max(0, most - sum(op.bytes))
 
 
 def _function(
@@ -237,7 +213,7 @@ def _describe_parts(graph_def: graph_pb2.GraphDef, lists: Mapping[str, _Shape]) 
             described = node.attr[SHAPES].list.shape
             del described[:]
             described.extend(tf.TensorShape(shape).as_proto() for shape in results[node.op])
-        if node.op in (*_WRITES, *_HAND_ON, "Identity"):
+        if node.op in (*LIST_WRITES, *_HAND_ON, "Identity"):
             known[node.name] = part
 
 

@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -24,7 +25,6 @@ from .profiles.table import TableError
 from .program import KEPT_SCRATCH, Kind, Program
 from .signatures import signature_of
 
-_MANY = 10_000  # runs of an operation in a step: from here on their number does not matter
 _LARGE = 64 * 1024  # bytes moved; what moves less costs a launch, mostly
 
 Profile = str | os.PathLike[str] | Mapping[str, float]
@@ -81,9 +81,11 @@ def price(
       UnknownDeviceError, TableError: if ``profile`` names nothing usable.
     """
     steps = [_signed(program, inside(program)) for program in versions]
+    runs: Counter[OpSignature] = Counter()
+    for step in steps:
+        _count(step, runs)
     if profile == "auto":
-        every = [signature for step in steps for signature in _every(step)]
-        pricer = measured_pricer(every, deadline=deadline, progress=progress)
+        pricer = measured_pricer(runs, deadline=deadline, progress=progress)
     elif isinstance(profile, Mapping):
         pricer = load_pricer(profile, recorded_pricer())
         for name in pricer.given:
@@ -93,7 +95,7 @@ def price(
         pricer = load_pricer(profile)
     prices = cache(pricer.price)
     found = [_prices(step, prices, pricer.device) for step in steps]
-    _warn_of_unused(steps, pricer.given)
+    _warn_of_unused(runs, pricer.given)
     _warn_of_unknown(steps, prices)
     return found
 
@@ -123,12 +125,12 @@ def _signed(program: Program, found: Mapping[int, Inside]) -> _Signed:
     return _Signed(program, signatures_of(program), found, functions)
 
 
-def _every(step: _Signed, times: int = 1) -> Iterator[OpSignature]:
-    """The signature of each operation as often as it runs."""
-    for index, signature in step.signatures.items():
-        yield from itertools.repeat(signature, times)
+def _count(step: _Signed, runs: Counter[OpSignature], times: int = 1) -> None:
+    """Adds how often each operation runs."""
+    for index, signature in step.signatures.items() if times else ():
+        runs[signature] += times
         for function in step.functions.get(index, ()):
-            yield from _every(function, min(times * step.inside[index].times, _MANY))
+            _count(function, runs, times * step.inside[index].times)
 
 
 def _parts(
@@ -160,15 +162,12 @@ def _total(prices: Iterable[Price]) -> float:
     return math.fsum(price.seconds for price in prices)
 
 
-def _warn_of_unused(steps: Iterable[_Signed], given: Mapping[str, float]) -> None:
-    if not given:
-        return
-    there = {name for step in steps for each in _every(step) for name in (each.op, each.text)}
-    unused = sorted(given.keys() - there)
+def _warn_of_unused(signatures: Iterable[OpSignature], given: Mapping[str, float]) -> None:
+    unused = given.keys() - {name for each in signatures for name in (each.op, each.text)}
     if unused:
         warnings.warn(
-            f"the step has no operation {', '.join(unused)} that profile={{...}} has a price "
-            "for (TensorFlow may have fused it into another)",
+            f"the step has no operation {', '.join(sorted(unused))} that profile={{...}} has a "
+            "price for (TensorFlow may have fused it into another)",
             stacklevel=2,
         )
 
@@ -200,36 +199,34 @@ def _unknown(step: _Signed, price: Callable[[OpSignature], Price]) -> Iterator[s
 
 def _prices(step: _Signed, price: Callable[[OpSignature], Price], device: DeviceSpec) -> Prices:
     """Prices of a program's operations, with what they hold inside."""
-    program = step.program
     parts = {index: _parts(step, index, price, device.launch_seconds) for index in step.signatures}
-
-    def scratch(body: Program) -> dict[int, int]:
-        return _scratch(body, signatures_of(body), price)
-
-    workspace = _scratch(program, step.signatures, price)
-    workspace |= held_inside(program, step.inside, scratch)
     return Prices(
-        seconds=tuple(_total(parts.get(index, ())) for index in range(len(program.ops))),
-        workspace=workspace,
+        seconds=tuple(_total(parts.get(index, ())) for index in range(len(step.program.ops))),
+        workspace=_workspace(step, price),
         coverage=coverage(itertools.chain.from_iterable(parts.values())),
         device=device.name,
     )
 
 
-def _scratch(
-    program: Program,
-    signatures: Mapping[int, OpSignature],
-    price: Callable[[OpSignature], Price],
-) -> dict[int, int]:
+def _workspace(step: _Signed, price: Callable[[OpSignature], Price]) -> dict[int, int]:
     """Bytes that operations hold only while they run, less what they leave to others."""
-    prices = {index: price(signature) for index, signature in signatures.items()}
-    workspace = {index: found.workspace for index, found in prices.items() if found.workspace}
+    program = step.program
+    workspace = {
+        index: bytes_
+        for index, signature in step.signatures.items()
+        if (bytes_ := price(signature).workspace)
+    }
     for index, op in enumerate(program.ops):
         # The backward operation finds what the forward one kept.
         if op.type in KEPT_SCRATCH and index in workspace:
             for reader in program.consumers[index]:
                 if program.ops[reader].type == KEPT_SCRATCH[op.type]:
                     workspace.pop(reader, None)
+    for index, functions in step.functions.items():
+        inner = [(each.program, _workspace(each, price)) for each in functions]
+        held = held_inside(program.ops[index], inner)
+        if held:
+            workspace[index] = held
     return workspace
 
 

@@ -63,8 +63,8 @@ def measure_operations(
 
     Args:
       signatures: the operations of one step or several; an operation that
-        occurs n times should be listed n times, since those on which a step
-        spends most come first.
+        occurs n times should be listed n times (or counted, in a ``Counter``),
+        since those on which a step spends most come first.
       device: for instance "GPU:0"; the first GPU, else the CPU, by default.
       known: signature texts that have a row already and are left out.
       path: table that rows are appended to every few seconds and at the end,
@@ -136,7 +136,7 @@ def measured_pricer(
       KeyboardInterrupt: once what was measured so far is recorded.
     """
     device = device or default_device()
-    signatures = list(signatures)
+    signatures = Counter(signatures)
     path = table_path(device)
     spec = spec_at_hand(device)
     started = time.monotonic()
@@ -163,11 +163,11 @@ def measured_pricer(
     # row yet, which says whether the type takes any, then all others of such types.
     known = {row.signature.op for row in pricer.table.rows}
     largest: dict[str, OpSignature] = {}
-    for signature in sorted(set(signatures), key=lambda s: s.input_bytes + s.output_bytes):
+    for signature in sorted(signatures, key=lambda s: s.input_bytes + s.output_bytes):
         if signature.op not in known:
             largest[signature.op] = signature
     measure(largest.values(), share=1.0)
-    prices = {signature: pricer.price(signature) for signature in set(signatures)}
+    prices = {signature: pricer.price(signature) for signature in signatures}
     measure(
         [s for s, price in prices.items() if price.workspace and price.kind != "measured"],
         share=1.0,

@@ -361,7 +361,7 @@ _ALIGNED = 64
 # What makes a list, and which of its inputs is the length (-1 if that is open).
 _LISTS = {"TensorListReserve": 1, "EmptyTensorList": 1}
 # What puts something into one, and which of its inputs that is.
-_LIST_WRITES = {"TensorListSetItem": 2, "TensorListPushBack": 1}
+LIST_WRITES = {"TensorListSetItem": 2, "TensorListPushBack": 1}
 
 _SMALL_CONSTANT = 4096  # bytes of shape arithmetic worth folding
 
@@ -687,10 +687,10 @@ def _kept(loop: tf.Operation, body: Body) -> tuple[list[_Stack], tuple[int, ...]
     found: dict[str, _Stack] = {}
     for number, (before, after) in enumerate(zip(loop.inputs, body.results, strict=True)):
         after = _source(after)
-        if before.op.type not in _LISTS or after.op.type not in _LIST_WRITES:
+        if before.op.type not in _LISTS or after.op.type not in LIST_WRITES:
             continue
         length = tensor_util.constant_value(before.op.inputs[_LISTS[before.op.type]])
-        item = _source(after.op.inputs[_LIST_WRITES[after.op.type]])
+        item = _source(after.op.inputs[LIST_WRITES[after.op.type]])
         item = returned.get(item.name, item)  # what the turn before has computed
         shape = _shape(item)
         if length is None or length < 0 or shape is None:

@@ -395,6 +395,7 @@ def decode(graph: Graph, program: Stages, values: np.ndarray) -> Schedule:
     ran = (program.runs >= 0) & (values[program.runs] > 0.5)
     kept = (program.held >= 0) & (values[program.held] > 0.5)
     stage = ran.argmax(axis=1)
+    follows = sorted((*graph.edges, *graph.order))
     runner = Runner(graph)
     for k in range(ran.shape[1]):
         runner.present = set(np.flatnonzero(kept[:, k]).tolist())
@@ -404,7 +405,7 @@ def decode(graph: Graph, program: Stages, values: np.ndarray) -> Schedule:
             here.sort(key=lambda index: index != cut.moment and index not in cut.floats)
         again = ran[:, k] & (stage < k)
         late = {writer for reader, writer in graph.order if again[reader]}
-        for before, after in sorted((*graph.edges, *graph.order)):  # and what must follow them
+        for before, after in follows:  # and what must come after them
             if before in late and stage[after] == k:
                 late.add(after)
         for index in here:
