@@ -12,6 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import tensorflow as tf
+
 from .arena import GRAIN
 from .conditionals import CONDITIONALS
 from .lower import FILLER, node_name
@@ -75,7 +77,8 @@ def _held_while_calling(
     What is allocated inside a function goes by names of its own operations.  Events
     run one after the other, so it was allocated between what the events before and
     after have asked for; of several that may be, by the one whose name it begins with,
-    or else by the first.
+    or else by the first.  Parts of lists that are freed meanwhile make room, whoever
+    took them: a loop's gradient takes apart, turn by turn, what the loop has kept.
 
     Args:
       program, events, recorded: as ``compare`` takes them.
@@ -89,25 +92,35 @@ def _held_while_calling(
     following = [len(events)] * len(recorded)  # the next event that asked for something
     for number in range(len(recorded) - 1, 0, -1):
         following[number - 1] = position.get(recorded[number].op, following[number])
-    holder: dict[int, tuple[int, int]] = {}  # by address: the event, and how much
+    fills = {
+        name for name, at in position.items() if tf.variant in program.ops[events[at].op].dtypes
+    }
+    holder: dict[int, int] = {}  # the event, by the address of what it took
+    parts: dict[int, int] = {}  # bytes of what lists may hold, by address
     held: Counter[int] = Counter()
     most: dict[int, int] = {}
     latest = 0
     for allocation, end in zip(recorded, following, strict=True):
-        if allocation.requested < 0:
-            at, size = holder.pop(allocation.address, (-1, 0))
-            held[at] -= size
-            continue
         if allocation.op.startswith(FILLER):
             continue
         latest = position.get(allocation.op, latest)
         around = calling[bisect_left(calling, latest) : bisect_right(calling, end)]
+        address = allocation.address
+        if allocation.requested < 0:
+            size = parts.pop(address, 0)
+            at = holder.pop(address, -1)
+            held[at] -= size
+            # The first thing freed in an event may be what the one before has left.
+            if around and around[0] in most and around[0] != at:
+                held[around[0]] -= size
+            continue
         if allocation.op in position:
             around = [at for at in around if names[at] == allocation.op]
+        if around or allocation.op in fills:
+            parts[address] = allocation.requested
         if around:
             named = (at for at in around if allocation.op.startswith(f"{names[at]}/"))
-            at = next(named, around[0])
-            holder[allocation.address] = at, allocation.requested
+            at = holder[address] = next(named, around[0])
             held[at] += allocation.requested
             most[at] = max(most.get(at, 0), held[at])
     return most

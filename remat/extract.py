@@ -127,11 +127,14 @@ class _Heavy:
         at least once before it, for small values and effects.
       readers: for each heavy operation that overwrites a large variable, the
         heavy operations that read the old value.
+      root: for each tensor, the one whose buffer it is.
+      read_by: who reads the buffers of each operation: (reader, output).
     """
 
     def __init__(self, program: Program, threshold: int) -> None:
         self.program = program
         self.root = _roots(program)
+        self.read_by = _read_by(program, self.root)
         sizes = program.variable_bytes
         ops = program.ops
         self.reads: dict[int, frozenset[Tensor]] = {}
@@ -158,7 +161,7 @@ class _Heavy:
                 *(
                     behind[source]
                     for source, number in op.inputs
-                    if self.root[source, number] not in large
+                    if self.root[source, number] not in large or ops[source].passed
                 ),
                 *(behind[control] for control in op.controls),
             )
@@ -191,7 +194,19 @@ def _roots(program: Program) -> dict[Tensor, Tensor]:
                 roots[index, number] = roots[op.inputs[0]]
             else:
                 roots[index, number] = (index, number)
+        for number, source in op.passed:
+            roots[index, number] = roots[op.inputs[source]]
     return roots
+
+
+def _read_by(program: Program, roots: Mapping[Tensor, Tensor]) -> list[list[tuple[int, int]]]:
+    """Who reads the buffers of each operation, whatever shares them: (reader, output)."""
+    found: list[list[tuple[int, int]]] = [[] for _ in program.ops]
+    for index, op in enumerate(program.ops):
+        if op.kind is not Kind.ALIAS:
+            for source, number in map(roots.__getitem__, op.inputs):
+                found[source].append((index, number))
+    return found
 
 
 def _merge(program: Program, heavy: _Heavy, threshold: int) -> list[list[int]]:
@@ -420,31 +435,13 @@ def _outward(program: Program, heavy: _Heavy, members: Sequence[int]) -> list[Te
     inside = set(members)
     tensors = []
     for index in members:
-        outside = {tensor for reader, tensor in _readers(program, index) if reader not in inside}
+        outside = {tensor for reader, tensor in heavy.read_by[index] if reader not in inside}
         tensors += [
             (index, output)
             for output in range(len(program.ops[index].bytes))
             if (index, output) in results or output in outside
         ]
     return tensors
-
-
-def _readers(program: Program, index: int) -> list[tuple[int, int]]:
-    """Who reads an operation, through aliases: (reader, output)."""
-    found: list[Tensor] = []
-    stack: list[tuple[int, int | None]] = [(index, None)]
-    while stack:
-        source, output = stack.pop()
-        for reader in program.consumers[source]:
-            for producer, slot in program.ops[reader].inputs:
-                if producer != source:
-                    continue
-                which = slot if output is None else output
-                if program.ops[reader].kind is Kind.ALIAS:
-                    stack.append((reader, which))
-                else:
-                    found.append((reader, which))
-    return found
 
 
 def _scratch(
@@ -606,6 +603,7 @@ class _Expander:
     def _wait_for_readers(self) -> None:
         ops = self.program.ops
         runs = Counter(index for node in self.schedule for index in self.groups[node])
+        read_by = _read_by(self.program, _roots(self.program))
         leads_to_node = [False] * len(ops)
         for index in range(len(ops) - 1, -1, -1):
             leads_to_node[index] = any(
@@ -618,7 +616,7 @@ class _Expander:
             for read in op.controls:
                 if ops[read].kind is not Kind.READ:
                     continue
-                left = sum(runs[reader] for reader, _ in _readers(self.program, read))
+                left = sum(runs[reader] for reader, _ in read_by[read])
                 if left:
                     self.reads_left[read] = left
                     self.overwrites.setdefault(read, []).append(index)

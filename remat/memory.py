@@ -252,13 +252,13 @@ def requests(program: Program, events: Sequence[Event], workspace: Mapping[int, 
             extra, first = workspace.get(event.op, 0), op.type in SCRATCH_FIRST
             scratch = take(extra) if first else []
             outputs = []
-            slot = _taken_over(op, event, buffers)
+            slot, passed = _taken_over(op, event, buffers), dict(op.passed)
             for output, size in enumerate(op.bytes):
                 if slot is not None and output == op.forwarded:
                     source, number = event.inputs[slot]
                     outputs.append(buffers[source][number])
-                elif output in op.passed:
-                    source, number = event.inputs[output]
+                elif output in passed:
+                    source, number = event.inputs[passed[output]]
                     outputs.append(buffers[source][number])
                 else:
                     outputs.append(_Buffer(size, take(size)))

@@ -52,7 +52,8 @@ class Op:
       shapes, dtypes: of each output.
       forwards: inputs whose buffer an output may take over, in the order tried.
       forwarded: that output.
-      passed: outputs of a loop that are its inputs of the same number.
+      passed: outputs of a loop that share an input's buffers, each with that input: what no
+        turn changes, and lists of what the turns have read from another list.
       varies: whether only the run knows the sizes of its outputs; ``bytes`` and
         ``shapes`` are the largest that they can be.
       resource: for ``READ``, the ``ARGUMENT`` that holds the variable.
@@ -68,7 +69,7 @@ class Op:
     dtypes: tuple[tf.DType, ...]
     forwards: tuple[int, ...] = ()
     forwarded: int = 0
-    passed: tuple[int, ...] = ()
+    passed: tuple[tuple[int, int], ...] = ()
     varies: bool = False
 
     @property
@@ -467,7 +468,7 @@ def build(trace: Trace, *, fold: bool = True) -> Program:
             sizes[0] = max(sizes[0], listed.get(values[operation.inputs[0].name], 0))
         if sizes and operation.outputs[0].dtype == tf.variant:
             listed[len(ops), 0] = sizes[0]
-        passed: tuple[int, ...] = ()
+        passed: dict[int, int] = {}
         if operation.type in LOOPS:
             for number, tensor in enumerate(operation.inputs):
                 listed[len(ops), number] = listed.get(values[tensor.name], 0)
@@ -475,12 +476,12 @@ def build(trace: Trace, *, fold: bool = True) -> Program:
             for number in passed:
                 sizes[number] = 0
             for stack in stacks:
-                listed |= {(len(ops), number): stack.bytes for number in stack.outputs}
+                listed |= {(len(ops), number): size for number, size in stack.bytes.items()}
                 if stack.held:  # by all of its lists, and so until the last of them goes
                     last = max(
-                        stack.outputs, key=lambda n: _last_reader(operation.outputs[n], position)
+                        stack.bytes, key=lambda n: _last_reader(operation.outputs[n], position)
                     )
-                    sizes[last] = stack.bytes
+                    sizes[last] = max(stack.bytes.values())
         numbers[name] = add(
             Op(
                 name=name,
@@ -493,7 +494,7 @@ def build(trace: Trace, *, fold: bool = True) -> Program:
                 dtypes=tuple(tensor.dtype for tensor in operation.outputs),
                 forwards=_forwards(operation, kind),
                 forwarded=_FORWARDED.get(operation.type, 0),
-                passed=passed,
+                passed=tuple(passed.items()),
                 varies=varies,
             ),
             definitions[name],
@@ -661,29 +662,32 @@ class _Stack:
     """What a loop keeps of each of its turns, for its gradient or its result.
 
     Attributes:
-      bytes: of all that it puts into a list.
-      outputs: the numbers of the lists among the loop's outputs.
+      bytes: of all that it puts into a list, by that one's number among the loop's outputs.
       held: whether the loop makes what is in there; not so if it is the same in
-        every turn.
+        every turn, or from another list.
     """
 
-    bytes: int
-    outputs: list[int]
+    bytes: dict[int, int]
     held: bool
 
 
-def _kept(loop: tf.Operation, body: Body) -> tuple[list[_Stack], tuple[int, ...]]:
+def _kept(loop: tf.Operation, body: Body) -> tuple[list[_Stack], dict[int, int]]:
     """What of a loop's outputs is not simply the last turn's.
 
     Returns:
       The stacks, where the length of a list and the shape of what goes in are
-      known; and the numbers of the outputs that no turn changes.
+      known; and the outputs that share the buffers of an input, each with that one.
     """
     returned = {
         argument.name: _source(result)
         for argument, result in zip(body.arguments, body.results, strict=True)
     }
-    passed = [n for n, argument in enumerate(body.arguments) if returned[argument.name] is argument]
+    passed = {
+        number: number
+        for number, argument in enumerate(body.arguments)
+        if returned[argument.name] is argument
+    }
+    same = {body.arguments[number].name: number for number in passed}
     found: dict[str, _Stack] = {}
     for number, (before, after) in enumerate(zip(loop.inputs, body.results, strict=True)):
         after = _source(after)
@@ -695,11 +699,15 @@ def _kept(loop: tf.Operation, body: Body) -> tuple[list[_Stack], tuple[int, ...]
         shape = _shape(item)
         if length is None or length < 0 or shape is None:
             continue
+        if item.op.type == "TensorListGetItem":
+            whole = same.get(_source(item.op.inputs[0]).name)
+            if whole is not None:
+                passed[number] = whole
         if item.name not in found:
             held = item.op.type != "ReadVariableOp" and item.name not in returned
-            found[item.name] = _Stack(int(length) * _bytes(item, shape), [], held)
-        found[item.name].outputs.append(number)
-    return list(found.values()), tuple(passed)
+            found[item.name] = _Stack({}, held and number not in passed)
+        found[item.name].bytes[number] = int(length) * _bytes(item, shape)
+    return list(found.values()), passed
 
 
 def _hint(operation: tf.Operation) -> str:
