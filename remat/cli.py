@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 
 from . import __version__, cli_profile, cli_solve, cli_sweep, cli_trace
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for module in (cli_trace, cli_profile, cli_solve, cli_sweep):
         module.register(commands)
     parsed = parser.parse_args(arguments)
+    warnings.formatwarning = lambda message, *_, **__: f"remat: warning: {message}\n"
     try:
         return parsed.run(parsed)
     # Every error of this package is a ValueError; a method may need an extra.

@@ -50,6 +50,7 @@ _LEAST, _MOST = 1e-9, 1e9  # ... between these
 _STEEP = 0.1, 10.0  # first and last weight where something else is looked for
 _NEAR_THE_END = 0.9  # of the changes or the time
 _ANEW = 0.3  # share of the recomputations after that whose inputs run again even if held
+_LAST_MOMENT = 0.5  # seconds after a stop, where nothing was found
 _LOOKS = 400  # at the schedule in a cooling, at least
 _APART, _LOOKS_APART = 0.2, 10  # seconds, looks: between reports
 _SECONDS, _CHUNK = 0.02, 1000  # between looks, at most: seconds; changes, by the move count
@@ -112,7 +113,8 @@ def anneal_once(
         budgets are tight this takes a moment, and cooling alone would often miss them.
       rescue: if nothing within the budget was found until near the end, what is left
         is another cooling, at any cost until something is: what two dear changes lead
-        to is out of reach where the first of them gains nothing.
+        to is out of reach where the first of them gains nothing.  After a stop it is
+        done in a moment, too, so that there is a schedule.
 
     Returns:
       The best schedule found within the budget, or None (if time ran out before it began, too).
@@ -182,6 +184,9 @@ def anneal_once(
             reported, told = figure[1], monitor.elapsed()
             monitor.found(tuple(best[: int(figure[0])].tolist()))
     if figure[0] == 0:
+        if rescue and monitor.stopped():  # while it was hot still
+            last = monitor.after_stop(_LAST_MOMENT)
+            return anneal_once(problem, last, start, worker, hot)
         return None
     found = tuple(best[: int(figure[0])].tolist())
     monitor.found(found)

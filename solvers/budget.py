@@ -90,7 +90,7 @@ def format_bytes(count: int) -> str:
       >>> format_bytes(999), format_bytes(3 * 2**30)
       ('999 B', '3.00 GiB')
     """
-    value, unit = float(count), "B"
+    value, unit = float(min(count, LARGEST)), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
             break

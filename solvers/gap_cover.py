@@ -82,7 +82,7 @@ def gap_cover(problem: Problem, monitor: Monitor) -> Outcome:
     bound, start = lower_bound(problem, monitor)
     monitor.bounded(bound)
     schedule = anneal_once(
-        problem, monitor, start or range(len(problem.graph)), worker=0, hot=REPAIR
+        problem, monitor, start or range(len(problem.graph)), worker=0, hot=REPAIR, rescue=True
     )
     return Outcome(schedule, bound, message=excuse(monitor))
 

@@ -19,12 +19,14 @@ Only ``name``, ``nodes`` (``cost``, ``bytes``) and ``edges`` are required.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import math
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +34,9 @@ from .budget import LARGEST
 from .files import read_json, write_json
 
 FORMAT = "remat-graph/1"
+
+_KEYS = ("format", "name", "nodes", "edges", "resident", "outputs", "order")
+_LIKE = 0.8  # another key that is so similar to one of these, or of a node's, is misspelt
 
 _DEAREST = 1e200  # seconds of a node: sums stay finite ...
 _CHEAPEST = 1e-305  # ... and shares of them, too
@@ -64,6 +69,9 @@ class Node:
     recomputable: bool = True
     backward: bool = False
     forward: int | None = None
+
+
+_NODE_KEYS = tuple(key.name for key in fields(Node))
 
 
 @dataclass(frozen=True)
@@ -196,6 +204,7 @@ class Graph:
         for key in ("name", "nodes", "edges"):
             if key not in document:
                 raise GraphError(f"the graph has no {key!r}")
+        _warn_of_misspelt(document, _KEYS, "the graph")
         name = document["name"]
         if not isinstance(name, str):
             raise GraphError(f"name must be text, not {name!r}")
@@ -337,8 +346,12 @@ def _node(index: int, entry: Any) -> Node:
     for key in ("cost", "bytes"):
         if key not in entry:
             raise GraphError(f"node {index}: has no {key!r}")
+    _warn_of_misspelt(entry, _NODE_KEYS, f"node {index}")
+    name = entry.get("name", index)
+    if not isinstance(name, (str, int, float)):
+        raise GraphError(f"node {index}: name must be text, not {name!r:.40}")
     return Node(
-        name=str(entry.get("name", index)),
+        name=str(name),
         cost=entry["cost"],
         bytes=entry["bytes"],
         workspace=entry.get("workspace", 0),
@@ -346,3 +359,13 @@ def _node(index: int, entry: Any) -> Node:
         backward=entry.get("backward", False),
         forward=entry.get("forward"),
     )
+
+
+def _warn_of_misspelt(entry: Mapping[Any, Any], known: Sequence[str], where: str) -> None:
+    """Other keys are the business of whoever wrote them, unless they look like ours."""
+    for key in entry:
+        if key in known or not isinstance(key, str):
+            continue
+        meant = difflib.get_close_matches(key, known, n=1, cutoff=_LIKE)
+        if meant:
+            warnings.warn(f"{where}: {key!r} is not read; is it {meant[0]!r}?", stacklevel=2)

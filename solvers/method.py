@@ -167,6 +167,23 @@ class Monitor:
         """Tells the method that nothing better than what it found exists."""
         self._finish.set()
 
+    def after_stop(self, seconds: float) -> Monitor:
+        """This monitor for a last moment of so many seconds, after ``stop``."""
+        part = copy(self)
+        part._stop = threading.Event()
+        part._time_limit = self.elapsed() + seconds
+        return part
+
+    def stage(self) -> Monitor:
+        """This monitor for a stage of the solve, which ``finish`` ends without the rest."""
+        part = copy(self)
+        part._finish = threading.Event()
+        return part
+
+    def stopped(self) -> bool:
+        """Whether the method was asked for its best so far."""
+        return self._stop.is_set()
+
     def should_stop(self) -> bool:
         """Whether the method should return now."""
         return self._finish.is_set() or self.interrupted()

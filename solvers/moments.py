@@ -37,11 +37,13 @@ Minimise the cost of all R, subject to
         + (sum of bytes(inputs) + bytes(j) + workspace(j)) R[j, k] <= budget,
       Z[i, k] >= H[i, k] + H[i, k + 1] - R[i, k] - 1;
       the output is left out if it may take over the buffer of an input.
-  (9) some nodes that run once float: in a small graph, the first stages between two
-      moments that such a node w may run in are cut once more for each of them, and
-      w runs at a cut, if in those stages at all:
-      resident + sum of bytes(i) H[i, k] + (bytes(w) + workspace(w)) R[w, k] <= budget,
-      R[w, k] <= H[i, k] for its inputs i, and sum of R[w, k] over the floats <= 1.
+  (9) some nodes float: the first stages between two moments that the first run of such
+      a node w may be in are cut once more for each of them, and if it is in these, it is
+      at a cut; F[w, k] says whether at that of stage k, or in a later stage k:
+      resident + sum of bytes(i) H[i, k] + (bytes(w) + workspace(w)) F[w, k] <= budget,
+      F[w, k] <= H[i, k] for its inputs i, sum of F[w, k] over the floats <= 1 for each
+      cut, sum of F[w, k] over the stages = 1, and F[w, k] <= R[w, k] <= sum of F[w, 0..k];
+      F = R where w need not run again: nobody reads it, or it may not.
       A schedule has a cut for each of them, the others just before the next moment.
 Nothing is run or held after the last stage in which a run could read it.
 
@@ -60,7 +62,7 @@ Options:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,9 +77,13 @@ from .schedule import Schedule, simulate
 # Gaps to solve to, relative to the whole cost: coarse until the schedule fits.
 _GAPS = (3e-4, 1e-4, 0.0)
 _MOST = 40  # moments
-_FLOATING = 1000  # nodes times moments and floats up to which there are any
+# Nodes times moments and floats up to which there are any: of nodes that run once; of
+# others, where nothing else is left to do.
+_FLOATING, _MOST_FLOATING = 1000, 10_000
 _PEAKS = 6  # moments, at most, at which the order of a given schedule is looked at first
+_ON_NONE = 0.9  # of the nodes that are comparable with one, those that are with another
 _HIGH = 0.95  # of the peak, what is one too
+_AT_ONCE = 2  # of which there are more in one refinement
 _NEXT = 2  # stages after the first that floats cut
 BACKEND = "highs"
 
@@ -152,15 +158,19 @@ def refine(
             graph, order, needed, schedule, budget, moments, [*inner, *floats]
         )
         moments = sorted([*moments, *new])
-        once = [index for index in within if not graph.nodes[index].recomputable]
+        once = [index for index in within if _runs_once(graph, index)]
         if len(graph) * (len(moments) + len(floats)) < _FLOATING:
             floats += once
-        floats = [index for index in floats if index not in moments]  # these have cuts
         inner += [index for index in within if index not in floats]
-        if not new and not within:  # only the proof is left
-            level += 1
-            if level == len(_GAPS):
-                return
+        if not new and not within:
+            if len(graph) * (len(moments) + len(floats)) < _MOST_FLOATING:
+                within = _may_float(graph, schedule, budget, [*moments, *floats])
+                floats += within
+            if not within:  # only the proof is left
+                level += 1
+                if level == len(_GAPS):
+                    return
+        floats = [index for index in floats if index not in moments]  # these have cuts
         program = formulate(graph, order, budget, moments, inner, floats)
         while True:
             solution = _solve(problem, monitor, program, until, _GAPS[level])
@@ -272,7 +282,8 @@ def formulate(
       budget: bytes that the peak may reach.
       moments: nodes, each an ancestor of the next.
       inner: nodes whose runs get constraint (8).
-      floats: nodes that run once, whose runs get cuts of their own.
+      floats: nodes whose first runs get cuts of their own; none of those that may run
+        again in ``graph.order``.
     """
     count = len(graph)
     cuts, first, last = _cut(order, moments, floats, count)
@@ -284,18 +295,31 @@ def formulate(
     scale = 100 / graph.cost if graph.cost > 0 else 0.0
     builder = Builder()
     runs = np.full((count, end + 1), -1)
+    starts: dict[int, np.ndarray] = {}  # the columns of F[i, k], where that is not R[i, k]
     held = np.full((count, end + 2), -1)
     for i, node in enumerate(graph.nodes):
         certain = first[i] == last[i]
         stages: Sequence[int] = range(first[i], final[i] + 1)
+        starting: Sequence[int] = stages  # in which its first run may be
         if opened.get(i):
             beyond = max(opened[i])
-            stages = [*opened[i], *range(beyond + 1, final[i] + 1)]
+            starting = [*opened[i], *range(beyond + 1, last[i] + 1)]
+            if _runs_once(graph, i):
+                stages = [*opened[i], *range(beyond + 1, final[i] + 1)]
         for k in stages:
             runs[i, k] = builder.variable(node.cost * scale, lower=float(certain and k == first[i]))
         if not certain:  # (1)
             window = [(1.0, runs[i, k]) for k in stages if k <= last[i]]
             builder.constraint(window, 1.0, np.inf if node.recomputable else 1.0)
+        if opened.get(i) and not _runs_once(graph, i):  # (9)
+            starts[i] = np.full(end + 1, -1)
+            for k in starting:
+                starts[i][k] = builder.variable()
+                builder.constraint([(-1.0, starts[i][k]), (1.0, runs[i, k])], lower=0.0)
+            builder.constraint([(1.0, starts[i][k]) for k in starting], 1.0, 1.0)
+            for k in stages:
+                earlier = [(1.0, starts[i][before]) for before in starting if before <= k]
+                builder.constraint([(-1.0, runs[i, k]), *earlier], lower=0.0)
         read = max((final[j] for j in graph.successors[i]), default=-1)
         for k in range(first[i] + 1, read + 1):
             held[i, k] = builder.variable()
@@ -310,11 +334,12 @@ def formulate(
 
     for j in range(count):
         for k in np.flatnonzero(runs[j] >= 0).tolist():
+            at_cut = k in opened.get(j, ())
             for i in graph.predecessors[j]:
-                if k in opened.get(j, ()):  # (9)
+                if at_cut:  # (9)
                     there = [(1.0, held[i, k])] if held[i, k] >= 0 else []
-                    builder.constraint([(-1.0, runs[j, k]), *there], lower=0.0)
-                else:
+                    builder.constraint([(-1.0, starts.get(j, runs[j])[k]), *there], lower=0.0)
+                if not at_cut or j in starts:
                     at_most_present(runs[j, k], i, k)  # (2)
     for i in range(count):
         for k in range(end + 2):
@@ -343,7 +368,7 @@ def formulate(
     for k, cut in enumerate(cuts, 1):
         moment = cut.moment
         if moment is None:  # (9)
-            here = [(w, runs[w, k]) for w in cut.floats]
+            here = [(w, starts.get(w, runs[w])[k]) for w in cut.floats]
             builder.constraint([(1.0, column) for _, column in here], upper=1.0)
             takes = [(_bytes_beside_inputs(graph, w), column) for w, column in here]
             keeps = [(graph.nodes[i].bytes, held[i, k]) for i in np.flatnonzero(held[:, k] >= 0)]
@@ -380,6 +405,11 @@ def formulate(
             terms = [(graph.nodes[i].bytes, c) for i, c in throughout[k] if i not in inputs]
             at_most_bytes([(needed, runs[j, k]), *terms], budget - graph.resident)  # (8)
     return Stages(builder.build(), cuts, runs, held)
+
+
+def _runs_once(graph: Graph, index: int) -> bool:
+    """Whether some cheapest schedule runs a node once: it must, or only the last run counts."""
+    return not graph.nodes[index].recomputable or not graph.successors[index]
 
 
 def _bytes_beside_inputs(graph: Graph, index: int) -> int:
@@ -513,28 +543,26 @@ def _refinement(
         comparable &= order.ancestors[moment] | order.descendants[moment]
     memory = simulate(graph, schedule).memory
     first_runs = _first_runs(schedule)
-    done = [held <= budget for held in memory]
     new: list[int] = []
     within: list[int] = []
-    for worst in sorted(range(len(schedule)), key=memory.__getitem__, reverse=True):
-        if memory[worst] <= budget or len(new) + len(within) == min(2, max(1, len(moments))):
+    for worst, start, stop in _stretches(memory, budget):
+        if len(new) + len(within) == min(2, max(1, len(moments))):
             break
-        if done[worst]:
-            continue
-        start = stop = worst
-        while start > 0 and memory[start - 1] > budget:
-            start -= 1
-        while stop < len(schedule) and memory[stop] > budget:
-            stop += 1
-        done[start:stop] = [True] * (stop - start)
         candidates: list[tuple[bool, int, int]] = []
+        left: dict[int, int] = {}  # how many could still be moments beside each
+        enough = _ON_NONE * comparable.bit_count()
         for event in range(start, len(schedule)):
             index = schedule[event]
-            if event >= stop and (candidates or index in moments):
+            if event >= stop and (index in moments or max(left.values(), default=0) >= enough):
                 break
             if first_runs[index] == event and comparable >> index & 1:
                 candidates.append((bool(needed[index] > budget), memory[event], index))
+                beside = order.ancestors[index] | order.descendants[index]
+                left[index] = (comparable & beside).bit_count()
         if candidates:
+            # Nothing on a branch, where there is something that is on none.
+            most = max(left.values())
+            candidates = [entry for entry in candidates if left[entry[-1]] >= _ON_NONE * most]
             best = max(candidates)
             if moments:  # in the middle, where it splits what is computed again most evenly
                 needy = [entry for entry in candidates if entry[0] == best[0]]
@@ -545,3 +573,39 @@ def _refinement(
         elif schedule[worst] not in (*inner, *within):
             within.append(schedule[worst])
     return new, within
+
+
+def _may_float(graph: Graph, schedule: Schedule, budget: int, known: Sequence[int]) -> list[int]:
+    """Nodes whose first runs are above the budget, of each stretch the worst, at most two;
+    none that is known already."""
+    memory = simulate(graph, schedule).memory
+    first_runs = _first_runs(schedule)
+    ordered = {index for pair in graph.order for index in pair}
+    found: list[int] = []
+    for _, start, stop in _stretches(memory, budget):
+        here = [
+            (memory[event], index)
+            for event, index in enumerate(schedule[start:stop], start)
+            if first_runs[index] == event
+            and index not in known
+            and (_runs_once(graph, index) or index not in ordered)
+        ]
+        if here and len(found) < _AT_ONCE:
+            found.append(max(here)[1])
+    return found
+
+
+def _stretches(memory: Sequence[int], budget: int) -> Iterator[tuple[int, int, int]]:
+    """The stretches of a schedule that are above the budget, the worst first: the event
+    that takes most, the first event and the one after the last."""
+    done = [held <= budget for held in memory]
+    for worst in sorted(range(len(memory)), key=memory.__getitem__, reverse=True):
+        if done[worst]:
+            continue
+        start = stop = worst
+        while start > 0 and memory[start - 1] > budget:
+            start -= 1
+        while stop < len(memory) and memory[stop] > budget:
+            stop += 1
+        done[start:stop] = [True] * (stop - start)
+        yield worst, start, stop

@@ -80,7 +80,8 @@ class Result:
       cost: seconds of all its runs.
       peak: the most bytes it holds at once.
       overhead: ``cost`` / cost of running every node once, minus 1.
-      lower_bound: seconds that every schedule within the budget takes, proven.
+      lower_bound: seconds that every schedule within the budget takes, proven; where the
+        peak was minimized, that every schedule of that peak takes.
       gap: how far ``overhead`` is above that of ``lower_bound``
         (0.001 is a tenth of a percentage point).
       budget: bytes that the peak may reach.

@@ -52,6 +52,7 @@ _LONG = 6.5  # seconds that a solve of any graph may take by default, if a proof
 _LONGEST = 30.0  # the same where it would otherwise end with a wide gap
 _WIDE = 0.005  # from here on a gap (as a fraction) is
 _TICK = 0.05  # seconds between looks at the method
+_PEAK_SHARE = 0.8  # of the time, for the peak where that is minimized; the rest is for its cost
 _LOADING = 1.0  # seconds that annealing may take to load
 
 
@@ -118,7 +119,8 @@ def solve(
       max_gap: a gap (difference of overhead and proven bound, as a fraction) that
         is small enough to end with.
       minimize: "cost" for the cheapest schedule within the budget; "peak" for
-        the one with the least peak within ``budget`` and ``max_overhead``.
+        the one with the least peak within ``budget`` and ``max_overhead``, and of these
+        for the cheapest: a fifth of the time is for that, and what is left.
       seed: of every random choice.  The same seed and move limit (an option
         of ``anneal``) give the same result; a time limit alone does not.
       workers: processors to use; None for all that this process may use.
@@ -200,6 +202,9 @@ def solve(
     if problem.budget < judge.floor:
         method(problem, monitor.part(0.0))  # there is no time: it only checks its options
         method = _least_peak
+    # With a move limit there is one search, which ranks schedules of one peak by their cost.
+    if minimize == "peak" and problem.budget >= judge.floor and "moves" not in options:
+        method = _peak_then_cost(judge, method)
     with ThreadPoolExecutor(1, "remat-solve") as pool, _stop_on_signals(monitor) as stopped:
         job = pool.submit(method, problem, monitor)
         reported, second = -1, 0
@@ -247,7 +252,7 @@ def frontier(
     bound = graph.cost
     for budget in sorted(set(wanted), reverse=True):
         result = solve(graph, budget, start=start, **arguments)
-        bound = max(bound, result.lower_bound)
+        bound = max(bound, result.lower_bound) if by_cost else result.lower_bound
         results[budget] = _with_bound(graph, result, bound, by_cost)
         start = result.schedule or start
         if result.status is Status.INTERRUPTED:
@@ -312,6 +317,7 @@ class _Judge:
         self._least_peak: int | float = math.inf
         self._bound = 0.0
         self._impossible = False
+        self._by_cost = True
 
     def open(self, problem: Problem, monitor: Monitor) -> None:
         """Starts judging."""
@@ -319,6 +325,7 @@ class _Judge:
         allowed = problem.max_overhead
         self._most_overhead = math.inf if allowed is None else allowed + ROUNDING
         self.floor, self.floor_nodes = problem.floor
+        self._by_cost = problem.minimize == "cost"
         # Every node runs at least once, whatever the budget.
         self._bound = problem.graph.cost
 
@@ -338,6 +345,17 @@ class _Judge:
                 self._best, self._cost, self._peak = schedule, truth.cost, truth.peak
                 self.changes += 1
             self._stop_if_done()
+
+    def least_peak(self, outcome: Outcome) -> Schedule | None:
+        """Receives what minimizing the peak led to: from now on only the cost is too high.
+
+        Returns:
+          The best schedule, if there is one.
+        """
+        if outcome.schedule is not None:
+            self.schedule(outcome.schedule)
+        self._by_cost = True
+        return self._best
 
     def bound(self, lower_bound: float) -> None:
         """Receives a proven lower bound in seconds; inf if no schedule fits the budget."""
@@ -378,8 +396,8 @@ class _Judge:
         cost = self.problem.graph.cost
         extra = self._bound - cost  # of every schedule
         enough = max(CLOSE_GAP * extra, self.monitor.max_gap() * cost)
-        close = self.problem.minimize == "cost" and self._cost - self._bound <= enough
-        if close or self._proven():
+        close = self._by_cost and self._cost - self._bound <= enough
+        if close or (self._proven() and self._by_cost == (self.problem.minimize == "cost")):
             self.monitor.finish()
 
     def result(self, outcome: Outcome | None, interrupted: bool) -> Result:
@@ -399,6 +417,7 @@ class _Judge:
             # Rounding in a bound must not put it above a schedule that exists.
             bound = min(self._bound, self._cost)
             gap = (self._cost - bound) / graph.cost if graph.cost > 0 else 0.0
+            gap = 0.0 if gap <= OPTIMAL_GAP else gap
             if infeasible:
                 status = Status.INFEASIBLE
                 names = ", ".join(graph.nodes[index].name for index in self.floor_nodes[:3])
@@ -422,6 +441,12 @@ class _Judge:
             else:
                 status = Status.NOTHING_FOUND if self._best is None else Status.FEASIBLE
             found = self._best is not None
+            if found and self.problem.minimize == "peak":
+                message = (
+                    "no schedule has a lower peak (proven)"
+                    if status is Status.OPTIMAL
+                    else f"no lower peak was found; every schedule needs {self.floor:,} bytes"
+                )
             if not found and not message:
                 message = (
                     "no schedule within the budget was found; the least peak of those tried"
@@ -435,7 +460,7 @@ class _Judge:
                 peak=int(self._peak) if found else None,
                 overhead=overhead(graph, self._cost) if found else None,
                 lower_bound=bound,
-                gap=max(0.0, gap) if found else None,
+                gap=gap if found else None,
                 budget=budget,
                 floor=self.floor,
                 floor_nodes=self.floor_nodes,
@@ -444,6 +469,22 @@ class _Judge:
                 seconds=self.monitor.elapsed(),
                 message=message,
             )
+
+
+def _peak_then_cost(judge: _Judge, method: Method) -> Method:
+    """A method that looks for the least peak, then for the least cost within that."""
+
+    def run(problem: Problem, monitor: Monitor) -> Outcome:
+        judge.monitor = monitor.part(_PEAK_SHARE * monitor.remaining()).stage()
+        outcome = method(problem, judge.monitor)
+        leanest = judge.least_peak(outcome)
+        judge.monitor = monitor
+        if leanest is None or monitor.should_stop():
+            return outcome
+        peak = simulate(problem.graph, leanest).peak
+        return method(replace(problem, minimize="cost", budget=peak, start=leanest), monitor)
+
+    return run
 
 
 def _least_peak(problem: Problem, monitor: Monitor) -> Outcome:
