@@ -81,7 +81,7 @@ def least_peak(problem: Problem, monitor: Monitor) -> Schedule | None:
     """
     found, low, high = None, -1, problem.budget  # no schedule within low; perhaps within high
     while low < high:
-        middle = high if found is None else (low + high) // 2
+        middle = high if found is None else (low + high + 1) // 2
         schedule = cheapest(problem.graph, middle, monitor)
         truth = None if schedule is None else simulate(problem.graph, schedule)
         if truth is None or truth.cost > dearest_cost(problem):

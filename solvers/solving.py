@@ -442,11 +442,12 @@ class _Judge:
                 status = Status.NOTHING_FOUND if self._best is None else Status.FEASIBLE
             found = self._best is not None
             if found and self.problem.minimize == "peak":
-                message = (
+                peak = (
                     "no schedule has a lower peak (proven)"
                     if status is Status.OPTIMAL
                     else f"no lower peak was found; every schedule needs {self.floor:,} bytes"
                 )
+                message = "; ".join(filter(None, (peak, message)))
             if not found and not message:
                 message = (
                     "no schedule within the budget was found; the least peak of those tried"

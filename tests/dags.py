@@ -66,6 +66,47 @@ def unit_chain(length: int, reads: int = 1, **changes: Any) -> Graph:
     return Graph("chain", tuple(nodes), tuple(edges), **changes)
 
 
+def skip_training(depth: int) -> Graph:
+    """One training step of a U-Net of so many levels, with the gradients of its weights."""
+    nodes = [Node("input", 0.0, 64)]
+    edges: list[tuple[int, int]] = []
+    layers: list[tuple[int, tuple[int, ...]]] = []
+    levels = range(depth)
+
+    def add(name: str, cost: float, size: int, *inputs: int, backward: bool = False) -> int:
+        nodes.append(Node(name, cost, size, backward=backward))
+        edges.extend((source, len(nodes) - 1) for source in inputs)
+        return len(nodes) - 1
+
+    def layer(name: str, cost: float, size: int, *inputs: int) -> int:
+        layers.append((add(name, cost, size, *inputs), inputs))
+        return layers[-1][0]
+
+    last, skips = 0, []
+    for level in levels:
+        last = layer(f"down{level}", 4.0 - level, 64 >> level, last)
+        skips.append(last)
+        last = layer(f"pool{level}", 0.5, 32 >> level, last)
+    last = layer("bottom", 2.0, 64 >> depth, last)
+    for level in reversed(levels):
+        last = layer(f"up{level}", 4.0 - level, 64 >> level, last, skips[level])
+        last = layer(f"norm{level}", 0.3, 64 >> level, last)
+    loss = add("loss", 0.1, 1, last)
+    gradients, outputs = {last: [loss]}, [loss]
+    for index, inputs in reversed(layers):
+        name, cost = nodes[index].name, nodes[index].cost
+        (gradient, *others) = gradients[index]
+        if others:
+            size = nodes[index].bytes
+            gradient = add(f"{name}/sum", 0.05, size, gradient, *others, backward=True)
+        for source in filter(None, inputs):
+            size = nodes[source].bytes
+            of_input = add(f"{name}/{source}", cost, size, gradient, index, backward=True)
+            gradients.setdefault(source, []).append(of_input)
+        outputs.append(add(f"{name}/weights", cost, 2, gradient, *inputs, backward=True))
+    return Graph("u-net", tuple(nodes), tuple(sorted(set(edges))), outputs=tuple(outputs))
+
+
 def plain_peak(graph: Graph) -> int:
     """Peak in bytes of the given order."""
     return simulate(graph, range(len(graph))).peak

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from dags import plain_peak, unit_chain
+from dags import plain_peak, skip_training, unit_chain
 
 from experiments.graphs import training_graph
 from remat.solvers import (
@@ -243,12 +243,13 @@ def test_solving_in_a_thread_leaves_signals_alone() -> None:
     assert found[0].schedule is not None
 
 
+@pytest.mark.parametrize("solver", ["auto", "anneal", "gap_cover"])  # hot still, for most of it
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_returns_the_best_so_far(number: int) -> None:
+def test_a_signal_returns_the_best_so_far(number: int, solver: str) -> None:
     timer = threading.Timer(1.0, os.kill, (os.getpid(), number))
     handler = signal.getsignal(number)
     timer.start()
-    result = solve(HARD, 0.4, time_limit=120)
+    result = solve(HARD, 0.4, solver=solver, time_limit=120)
     assert result.status is Status.INTERRUPTED
     assert result.schedule is not None
     assert result.seconds < 100
@@ -268,6 +269,29 @@ def test_a_frontier_of_peaks_is_optimal_only_at_the_floor() -> None:
         assert result.peak is not None
         assert (result.status is Status.OPTIMAL) == (result.peak <= result.floor)
         assert result.status in (Status.OPTIMAL, Status.FEASIBLE)
+
+
+def test_a_misspelt_key_of_a_graph_is_named() -> None:
+    document = unit_chain(2).to_json()
+    document["nodes"][1]["recomputible"] = False
+    with pytest.warns(UserWarning, match="node 1: 'recomputible' is not read; is it 'recomputa"):
+        Graph.from_json(document)
+
+
+def test_the_least_peak_comes_at_its_least_cost() -> None:
+    graph = unit_chain(10)
+    lean = solve(graph, "100%", minimize="peak")
+    assert (lean.status, lean.peak) == (Status.OPTIMAL, lean.floor)
+    assert "no schedule has a lower peak (proven)" in lean.message
+    cheapest = solve(graph, lean.floor, time_limit=10)
+    assert lean.cost == pytest.approx(cheapest.cost, rel=0.02)
+
+
+def test_first_runs_beside_the_moments_are_proven_for() -> None:
+    """At their peaks run gradients that the backward pass need not wait for."""
+    for budget in ("70%", "60%"):
+        result = solve(skip_training(2), budget, time_limit=30)
+        assert result.status is Status.OPTIMAL
 
 
 @pytest.mark.parametrize("solver", ["openai", "griewank", "chen_greedy", "feng_huang"])
