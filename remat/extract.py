@@ -146,6 +146,7 @@ class _Heavy:
             if op.kind is Kind.READ and sizes.get(op.resource, 0) > threshold
         }
         readers: dict[int, set[int]] = {index: set() for index in large_reads}
+        overwrites: dict[int, frozenset[int]] = {}  # the large reads that each writer follows
         # Heavy operations behind each small one, heavy ones behind themselves.
         behind: list[frozenset[int]] = []
         for index, op in enumerate(ops):
@@ -156,7 +157,7 @@ class _Heavy:
                 if tensor[0] in self.reads and ops[tensor[0]].bytes[tensor[1]] > threshold
             }
             variables = {tensor[0] for tensor in roots if tensor[0] in large_reads}
-            overwritten = large_reads.intersection(op.controls)
+            overwritten = frozenset(large_reads.intersection(op.controls))
             before = frozenset().union(
                 *(
                     behind[source]
@@ -180,9 +181,30 @@ class _Heavy:
             for variable in variables:
                 readers[variable].add(index)
             if overwritten:
-                self.readers[index] = frozenset().union(
-                    *(readers[variable] for variable in overwritten)
-                ) - {index}
+                overwrites[index] = overwritten
+        for index, variables in overwrites.items():
+            found = {reader for variable in variables for reader in readers[variable]} - {index}
+            # TensorFlow itself orders only the read: what it is for may come later, and
+            # would then make the kernel copy the variable.  What cannot come earlier does.
+            if any(reader > index for reader in found):
+                found -= self._after(index)
+            self.readers[index] = frozenset(found)
+
+    def _after(self, index: int) -> set[int]:
+        """What must come after a heavy operation, as far as that is known."""
+        after: dict[int, list[int]] = {}
+        for reader, tensors in self.reads.items():
+            sources = {tensor[0] for tensor in tensors} | self.needs[reader]
+            for source in sources | self.readers.get(reader, frozenset()):
+                after.setdefault(source, []).append(reader)
+        found: set[int] = set()
+        pending = [index]
+        while pending:
+            for reader in after.get(pending.pop(), ()):
+                if reader not in found:
+                    found.add(reader)
+                    pending.append(reader)
+        return found
 
 
 def _roots(program: Program) -> dict[Tensor, Tensor]:

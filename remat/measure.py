@@ -18,7 +18,7 @@ from .measured import Measured, Operation
 from .memory import requests, simulate
 from .planning import Planned, Prepared
 from .plots import of_allocations, of_runs
-from .program import Kind
+from .program import Kind, calls
 from .timeline import record, record_seconds
 
 
@@ -102,7 +102,10 @@ def measure(
                 bytes_predicted=sum(
                     asked.sizes[number] for number in taken if asked.sizes[number] >= GRAIN
                 ),
-                bytes_measured=sum(found[name].elements()) if allocations else None,
+                # What functions ask for inside goes by other names.
+                bytes_measured=sum(found[name].elements())
+                if allocations and not calls(op.type)
+                else None,
             )
         )
     again = [event.copy > 0 and prices.seconds[event.op] > 0 for event in events]

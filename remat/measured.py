@@ -42,7 +42,8 @@ class Operation:
       seconds_predicted, seconds_measured: measured under the profiler; None
         where that did not see it.
       bytes_predicted, bytes_measured: that it asks the allocator for, scratch
-        memory included, requests below 16 KiB left out; None where nobody counts.
+        memory included, requests below 16 KiB left out; None where nobody counts, or
+        where it runs functions, in which nobody does.
     """
 
     name: str
