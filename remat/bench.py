@@ -54,7 +54,7 @@ _INDEX_BOUNDS: Mapping[str, Callable[[OpSignature], int]] = {
 }
 # oneDNN's gradient uses a workspace that the forward operation leaves behind, and
 # TensorFlow picks it only where it sees both: the forward operation runs once, first.
-_FORWARD: Mapping[str, str] = {"MaxPoolGrad": "MaxPool"}
+_FORWARD: Mapping[str, str] = {"MaxPoolGrad": "MaxPool", "MaxPool3DGrad": "MaxPool3D"}
 _BLOCK_SECONDS = 0.002  # small operations are timed in chains of about this length ...
 _MOST_COPIES = 512  # ... and at most this many copies
 _CACHED = 2**26  # bytes that few caches hold
@@ -340,6 +340,8 @@ def _chain(
     if signature.op in _FORWARD:
         last.CopyFrom(template)
         last.name, last.op = "first", _FORWARD[signature.op]
+        for key in {*last.attr} - {attribute.name for attribute in op_def_of(last.op).attr}:
+            del last.attr[key]
         last.input.append(sets[0][0])
         sets[0][1] = "first:output:0"
     for copy in range(copies):

@@ -187,7 +187,7 @@ class _Heavy:
             # TensorFlow itself orders only the read: what it is for may come later, and
             # would then make the kernel copy the variable.  What cannot come earlier does.
             if any(reader > index for reader in found):
-                found -= self._after(index)
+                found = found - self._after(index)
             self.readers[index] = frozenset(found)
 
     def _after(self, index: int) -> set[int]:
