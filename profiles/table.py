@@ -31,6 +31,7 @@ except ImportError:  # there are no such locks on Windows, nor is there TensorFl
     fcntl = None  # type: ignore[assignment]
 
 _MOST_BYTES = 2**50
+_SHORTEST, _LONGEST = 1e-12, 1e6  # seconds of an operation, on any device
 COLUMNS = (
     "signature",
     "op",
@@ -86,6 +87,12 @@ class Row:
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0:
                 raise TableError(f"{name} is {value}; it must be finite and not negative")
+        if not (self.seconds == 0 or _SHORTEST <= self.seconds <= _LONGEST):
+            raise TableError(f"seconds is {self.seconds}, which no operation takes")
+        if max(self.signature.input_bytes, self.signature.output_bytes) > _MOST_BYTES:
+            raise TableError("the signature has more bytes than a device could hold")
+        if not self.device:
+            raise TableError("device is empty; it says what a row was measured on")
         if self.repeats < 1:
             raise TableError(f"repeats is {self.repeats}; a measurement has at least 1")
         if self.output_bytes != self.signature.output_bytes:

@@ -182,8 +182,8 @@ class _Heavy:
                 readers[variable].add(index)
             if overwritten:
                 overwrites[index] = overwritten
-        for index, variables in overwrites.items():
-            found = {reader for variable in variables for reader in readers[variable]} - {index}
+        for index, overwritten in overwrites.items():
+            found = {reader for variable in overwritten for reader in readers[variable]} - {index}
             # TensorFlow itself orders only the read: what it is for may come later, and
             # would then make the kernel copy the variable.  What cannot come earlier does.
             if any(reader > index for reader in found):
