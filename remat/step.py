@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -64,6 +64,7 @@ _NOTICED = 1.02  # times a budget: less does not make a share of a corrected pea
 _MOST = 1 << 60  # bytes of a budget
 _SCRATCH = 64 << 20  # bytes of scratch memory that small kernels may take
 _AHEAD, _AHEAD_SHARE = 8, 1 / 32  # batches that a pipeline holds, at most; share of the peak
+_ROOMY = 2  # times the budget: a limit that leaves the allocator a choice of places
 # Steps until batch and results lie where they do for every other step ...
 _SETTLING = 2
 _UNPLACED_SETTLING = 5  # ... and, where the allocator chooses the places, until all else does
@@ -446,6 +447,12 @@ class CompiledStep:
             return self._solve(None, say)
         except InfeasibleBudgetError as error:
             limit = self.device.limit
+            # Places for large results may take what the step itself would.
+            if self._laid is not None and (limit is None or limit >= _ROOMY * self.budget):
+                self._laid.walls.clear()
+                self._divide(None)
+                with suppress(InfeasibleBudgetError):
+                    return self._solve(None, say)
             roomy = self.device.counted and (limit is None or limit >= error.least_budget)
             checked = self.options.check and roomy and self._testable(say)
             if say.interrupted or not checked:
