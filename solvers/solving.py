@@ -158,14 +158,15 @@ def solve(
     for name, value in (("seed", seed), ("workers", workers)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
             raise ValueError(f"{name} is {value!r}; it must be a whole number")
-    for name, number in (("time_limit", time_limit), ("max_overhead", max_overhead)):
+    numbers = (("time_limit", time_limit), ("max_overhead", max_overhead), ("max_gap", max_gap))
+    for name, number in numbers:
         if number is not None and (isinstance(number, bool) or not isinstance(number, Real)):
             raise ValueError(f"{name} is {number!r}; it must be a number or None")
     if time_limit is not None and not 0 < time_limit < math.inf:
         raise ValueError(f"time_limit is {time_limit} seconds; it must be above 0 and finite")
     if max_overhead is not None and not max_overhead >= 0:
         raise ValueError(f"max_overhead is {max_overhead}; it must be a fraction >= 0 or None")
-    if not max_gap >= 0:
+    if max_gap is None or not max_gap >= 0:
         raise ValueError(f"max_gap is {max_gap}; it must be a fraction >= 0")
     if minimize not in ("cost", "peak"):
         raise ValueError(f'minimize is {minimize!r}; it must be "cost" or "peak"')
@@ -175,6 +176,8 @@ def solve(
         raise ValueError(f"workers is {workers}; it must be 1 or more")
     if seed < 0:
         raise ValueError(f"seed is {seed}; it must be 0 or more")
+    if start is not None and (isinstance(start, str) or not isinstance(start, Iterable)):
+        raise ValueError(f"start is {start!r}; it must be a schedule: indices of nodes")
     judge = _Judge(_name(solver))
     monitor = Monitor(
         time_limit,

@@ -64,6 +64,8 @@ HARD = training_graph(120)
         ({"minimize": "time"}, "minimize is 'time'"),
         ({"workers": 0}, "workers is 0"),
         ({"workers": 1.5}, "workers is 1.5; it must be a whole number"),
+        ({"start": 5}, "start is 5; it must be a schedule"),
+        ({"max_gap": "wide"}, "max_gap is 'wide'; it must be a number"),
         ({"seed": "a"}, "seed is 'a'; it must be a whole number"),
         ({"time_limit": "3"}, "time_limit is '3'; it must be a number"),
         ({"solver": "anneal", "moves": True}, "moves is True"),
