@@ -95,32 +95,30 @@ def _held_while_calling(
     fills = {
         name for name, at in position.items() if tf.variant in program.ops[events[at].op].dtypes
     }
-    holder: dict[int, int] = {}  # the event, by the address of what it took
-    parts: dict[int, int] = {}  # bytes of what lists may hold, by address
+    holder: dict[int, tuple[int, int]] = {}  # by address: the event (-1: another), how much
     held: Counter[int] = Counter()
     most: dict[int, int] = {}
     latest = 0
     for allocation, end in zip(recorded, following, strict=True):
-        if allocation.op.startswith(FILLER):
-            continue
         latest = position.get(allocation.op, latest)
         around = calling[bisect_left(calling, latest) : bisect_right(calling, end)]
-        address = allocation.address
         if allocation.requested < 0:
-            size = parts.pop(address, 0)
-            at = holder.pop(address, -1)
+            at, size = holder.pop(allocation.address, (-1, 0))
             held[at] -= size
             # The first thing freed in an event may be what the one before has left.
             if around and around[0] in most and around[0] != at:
                 held[around[0]] -= size
             continue
+        if allocation.op.startswith(FILLER):
+            continue
         if allocation.op in position:
             around = [at for at in around if names[at] == allocation.op]
-        if around or allocation.op in fills:
-            parts[address] = allocation.requested
+        if allocation.op in fills:
+            holder[allocation.address] = -1, allocation.requested
         if around:
             named = (at for at in around if allocation.op.startswith(f"{names[at]}/"))
-            at = holder[address] = next(named, around[0])
+            at = next(named, around[0])
+            holder[allocation.address] = at, allocation.requested
             held[at] += allocation.requested
             most[at] = max(most.get(at, 0), held[at])
     return most

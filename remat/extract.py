@@ -182,29 +182,35 @@ class _Heavy:
                 readers[variable].add(index)
             if overwritten:
                 overwrites[index] = overwritten
+        late: dict[int, set[int]] = {}
         for index, overwritten in overwrites.items():
-            found = {reader for variable in overwritten for reader in readers[variable]} - {index}
-            # TensorFlow itself orders only the read: what it is for may come later, and
-            # would then make the kernel copy the variable.  What cannot come earlier does.
-            if any(reader > index for reader in found):
-                found = found - self._after(index)
-            self.readers[index] = frozenset(found)
+            found = {reader for variable in overwritten for reader in readers[variable]}
+            self.readers[index] = frozenset(reader for reader in found if reader < index)
+            late[index] = {reader for reader in found if reader > index}
+        if any(late.values()):
+            self._add_late(late)
 
-    def _after(self, index: int) -> set[int]:
-        """What must come after a heavy operation, as far as that is known."""
-        after: dict[int, list[int]] = {}
+    def _add_late(self, late: Mapping[int, set[int]]) -> None:
+        """Has what comes after writers in the graph read before them, where it can.
+
+        TensorFlow itself orders only the read: what it is for may come later, and would
+        then make the kernel copy the variable.
+        """
+        after: dict[int, set[int]] = {index: set() for index in self.reads}
         for reader, tensors in self.reads.items():
-            sources = {tensor[0] for tensor in tensors} | self.needs[reader]
-            for source in sources | self.readers.get(reader, frozenset()):
-                after.setdefault(source, []).append(reader)
-        found: set[int] = set()
-        pending = [index]
-        while pending:
-            for reader in after.get(pending.pop(), ()):
-                if reader not in found:
-                    found.add(reader)
-                    pending.append(reader)
-        return found
+            before = {tensor[0] for tensor in tensors} | self.needs[reader]
+            for source in before | self.readers.get(reader, frozenset()):
+                after[source].add(reader)
+        for index, found in late.items():
+            bound = {index}  # to come after it
+            pending = [index]
+            while found and pending:
+                new = after[pending.pop()] - bound
+                bound |= new
+                pending += new
+            self.readers[index] |= found - bound
+            for reader in found - bound:
+                after[reader].add(index)
 
 
 def _roots(program: Program) -> dict[Tensor, Tensor]:

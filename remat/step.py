@@ -448,7 +448,8 @@ class CompiledStep:
         except InfeasibleBudgetError as error:
             limit = self.device.limit
             # Places for large results may take what the step itself would.
-            if self._laid is not None and (limit is None or limit >= _ROOMY * self.budget):
+            choice = limit is None or limit >= _ROOMY * self.budget
+            if self._laid is not None and choice and not say.interrupted:
                 self._laid.walls.clear()
                 self._divide(None)
                 with suppress(InfeasibleBudgetError):

@@ -59,7 +59,7 @@ _SHORT = 0.04  # the same once there is something to polish: more seeds find mor
 # Nodes of a graph on which one annealing takes all the time: in general; where nothing will
 # be suggested; of one that polishes.
 _WHOLE, _WHOLE_HOPELESS, _WHOLE_POLISH = 10_000, 1000, 40_000
-_IN_VAIN, _ANEW = 6, 0.3  # annealings that find nothing better; share of the one anew after these
+_NO_BETTER, _ANEW = 6, 0.3  # annealings that find nothing better; share of the one anew after these
 _ORDER = 0.1  # share of the time that the programs for one order may take
 _MOST_ORDER = 0.4  # the same once they were not solved in less
 _EARLY = 0.15  # share of the time that each heuristic may take
@@ -185,7 +185,7 @@ class _Board:
         self._far, self._vain = self._is_far(simulate(problem.graph, given).peak), False
         self._failed = False  # whether any annealing found nothing within the budget
         self._start_cost = problem.graph.cost
-        self._in_vain = 0  # annealings since one has found something better
+        self._no_better = 0  # annealings since one has found something better
         self.hopeful = True  # that proofs will suggest something
         self._annealing_until = 0.0
         self._lock = threading.Lock()
@@ -237,15 +237,15 @@ class _Board:
             if self._best is not None and (self._vain or not (self._fresh or again)):
                 start, hot = self._best, _HEAT if self._vain else _REHEAT
             self._fresh = False
-            rank, anew = self._rank, self._in_vain >= _IN_VAIN and hot in (_POLISH, _REHEAT)
+            rank, anew = self._rank, self._no_better >= _NO_BETTER and hot in (_POLISH, _REHEAT)
             if anew:
                 start, hot, seconds = tuple(range(len(problem.graph))), _COLD_START, self._anew
-                self._in_vain = 0
+                self._no_better = 0
         found = anneal_once(problem, self.monitor, start, seed, hot, seconds, rescue=anew)
         if found is not None:
             self.offer(found, hot)
         with self._lock:
-            self._in_vain = self._in_vain + 1 if self._rank >= rank else 0
+            self._no_better = self._no_better + 1 if self._rank >= rank else 0
             self._failed |= found is None
             if found is None and start is self._start[0]:
                 self._vain = self._far

@@ -35,8 +35,7 @@ from .files import read_json, write_json
 
 FORMAT = "remat-graph/1"
 
-_KEYS = ("format", "name", "nodes", "edges", "resident", "outputs", "order")
-_LIKE = 0.8  # another key that is so similar to one of these, or of a node's, is misspelt
+_LIKE = 0.8  # another key of a file that is so similar to one that is read is misspelt
 
 _DEAREST = 1e200  # seconds of a node: sums stay finite ...
 _CHEAPEST = 1e-305  # ... and shares of them, too
@@ -69,9 +68,6 @@ class Node:
     recomputable: bool = True
     backward: bool = False
     forward: int | None = None
-
-
-_NODE_KEYS = tuple(key.name for key in fields(Node))
 
 
 @dataclass(frozen=True)
@@ -219,6 +215,10 @@ class Graph:
             outputs=_indices(document.get("outputs", [])),
             order=_pairs(document.get("order", []), "order"),
         )
+
+
+_KEYS = ("format", *(key.name for key in fields(Graph)))
+_NODE_KEYS = tuple(key.name for key in fields(Node))
 
 
 def load_graph(path: str | os.PathLike[str]) -> Graph:

@@ -190,7 +190,7 @@ class Monitor:
 
     def interrupted(self) -> bool:
         """Whether the method was stopped, or has no time left."""
-        return self._stop.is_set() or self.remaining() <= 0
+        return self.stopped() or self.remaining() <= 0
 
     def found(self, schedule: Schedule) -> None:
         """Reports a schedule; the receiver judges it."""

@@ -83,7 +83,7 @@ _FLOATING, _MOST_FLOATING = 1000, 10_000
 _PEAKS = 6  # moments, at most, at which the order of a given schedule is looked at first
 _ON_NONE = 0.9  # of the nodes that are comparable with one, those that are with another
 _HIGH = 0.95  # of the peak, what is one too
-_AT_ONCE = 2  # of which there are more in one refinement
+_AT_ONCE = 2  # moments and other nodes that one refinement adds, at most
 _NEXT = 2  # stages after the first that floats cut
 BACKEND = "highs"
 
@@ -300,18 +300,16 @@ def formulate(
     for i, node in enumerate(graph.nodes):
         certain = first[i] == last[i]
         stages: Sequence[int] = range(first[i], final[i] + 1)
-        starting: Sequence[int] = stages  # in which its first run may be
-        if opened.get(i):
-            beyond = max(opened[i])
-            starting = [*opened[i], *range(beyond + 1, last[i] + 1)]
-            if _runs_once(graph, i):
-                stages = [*opened[i], *range(beyond + 1, final[i] + 1)]
+        floating = bool(opened.get(i))
+        if floating and _runs_once(graph, i):
+            stages = [*opened[i], *range(max(opened[i]) + 1, final[i] + 1)]
         for k in stages:
             runs[i, k] = builder.variable(node.cost * scale, lower=float(certain and k == first[i]))
         if not certain:  # (1)
             window = [(1.0, runs[i, k]) for k in stages if k <= last[i]]
             builder.constraint(window, 1.0, np.inf if node.recomputable else 1.0)
-        if opened.get(i) and not _runs_once(graph, i):  # (9)
+        if floating and not _runs_once(graph, i):  # (9)
+            starting = [*opened[i], *range(max(opened[i]) + 1, last[i] + 1)]
             starts[i] = np.full(end + 1, -1)
             for k in starting:
                 starts[i][k] = builder.variable()
@@ -546,7 +544,7 @@ def _refinement(
     new: list[int] = []
     within: list[int] = []
     for worst, start, stop in _stretches(memory, budget):
-        if len(new) + len(within) == min(2, max(1, len(moments))):
+        if len(new) + len(within) == min(_AT_ONCE, max(1, len(moments))):
             break
         candidates: list[tuple[bool, int, int]] = []
         left: dict[int, int] = {}  # how many could still be moments beside each
@@ -590,8 +588,10 @@ def _may_float(graph: Graph, schedule: Schedule, budget: int, known: Sequence[in
             and index not in known
             and (_runs_once(graph, index) or index not in ordered)
         ]
-        if here and len(found) < _AT_ONCE:
+        if here:
             found.append(max(here)[1])
+        if len(found) == _AT_ONCE:
+            break
     return found
 
 

@@ -320,7 +320,7 @@ class _Judge:
         self._least_peak: int | float = math.inf
         self._bound = 0.0
         self._impossible = False
-        self._by_cost = True
+        self._settled = False  # whether the peak was minimized: now only the cost is too high
 
     def open(self, problem: Problem, monitor: Monitor) -> None:
         """Starts judging."""
@@ -328,7 +328,6 @@ class _Judge:
         allowed = problem.max_overhead
         self._most_overhead = math.inf if allowed is None else allowed + ROUNDING
         self.floor, self.floor_nodes = problem.floor
-        self._by_cost = problem.minimize == "cost"
         # Every node runs at least once, whatever the budget.
         self._bound = problem.graph.cost
 
@@ -350,14 +349,14 @@ class _Judge:
             self._stop_if_done()
 
     def least_peak(self, outcome: Outcome) -> Schedule | None:
-        """Receives what minimizing the peak led to: from now on only the cost is too high.
+        """Receives what minimizing the peak led to; what is proposed next is for its cost.
 
         Returns:
           The best schedule, if there is one.
         """
         if outcome.schedule is not None:
             self.schedule(outcome.schedule)
-        self._by_cost = True
+        self._settled = True
         return self._best
 
     def bound(self, lower_bound: float) -> None:
@@ -399,8 +398,9 @@ class _Judge:
         cost = self.problem.graph.cost
         extra = self._bound - cost  # of every schedule
         enough = max(CLOSE_GAP * extra, self.monitor.max_gap() * cost)
-        close = self._by_cost and self._cost - self._bound <= enough
-        if close or (self._proven() and self._by_cost == (self.problem.minimize == "cost")):
+        by_cost = self.problem.minimize == "cost" or self._settled
+        close = by_cost and self._cost - self._bound <= enough
+        if close or (self._proven() and not self._settled):
             self.monitor.finish()
 
     def result(self, outcome: Outcome | None, interrupted: bool) -> Result:
