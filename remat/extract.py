@@ -25,8 +25,8 @@ Contracting an edge to an only successor cannot close a cycle.
 from __future__ import annotations
 
 import heapq
+import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -630,23 +630,30 @@ class _Expander:
 
     def _wait_for_readers(self) -> None:
         ops = self.program.ops
-        runs = Counter(index for node in self.schedule for index in self.groups[node])
+        runs: dict[int, list[int]] = {}  # when the operations of nodes run
+        for moment, index in enumerate(op for node in self.schedule for op in self.groups[node]):
+            runs.setdefault(index, []).append(moment)
         read_by = _read_by(self.program, _roots(self.program))
-        leads_to_node = [False] * len(ops)
+        # When the first operation of a node runs that comes after an operation.
+        until = [math.inf] * len(ops)
         for index in range(len(ops) - 1, -1, -1):
-            leads_to_node[index] = any(
-                other in runs or leads_to_node[other] for other in self.unlocks[index]
+            until[index] = min(
+                (
+                    runs[other][0] if other in runs else until[other]
+                    for other in self.unlocks[index]
+                ),
+                default=math.inf,
             )
         for index in self.small:
-            op = ops[index]
-            if op.kind is not Kind.ONCE or leads_to_node[index]:
-                continue  # what comes after it cannot wait
-            for read in op.controls:
+            if ops[index].kind is not Kind.ONCE:
+                continue
+            for read in ops[index].controls:
                 if ops[read].kind is not Kind.READ:
                     continue
-                left = sum(runs[reader] for reader, _ in read_by[read])
-                if left:
-                    self.reads_left[read] = left
+                readers = [reader for reader, _ in read_by[read] if reader in runs]
+                # Else what comes after it cannot wait.
+                if readers and max(runs[reader][-1] for reader in readers) < until[index]:
+                    self.reads_left[read] = sum(len(runs[reader]) for reader in readers)
                     self.overwrites.setdefault(read, []).append(index)
                     self.waiting[index] += 1
 

@@ -250,6 +250,7 @@ class CompiledStep:
         self.budget, self.budget_source = self._resolve_budget(self.prepared.plain.peak)
         if block is not None and self.budget > budget + spare:  # else there is no more to claim
             block = self._claim(pool, self.budget) or block
+        gc.collect()  # what measuring operations left, which would be freed once memory is divided
         self._divide(block)
         with self._timed("solve"):
             self.planned = self._first_plan(say)
