@@ -16,6 +16,7 @@ from tensorflow.core.framework import graph_pb2, types_pb2
 from tensorflow.core.framework.function_pb2 import FunctionDef
 from tensorflow.core.framework.node_def_pb2 import NodeDef
 
+from .constants import keep_unfolded, repeated
 from .pieces import name_of, runs
 from .program import Program, constant_node
 
@@ -114,11 +115,6 @@ def _rewrite(function: FunctionDef, given: Mapping[str, Set[tf.TensorSpec]]) -> 
     for node in function.node_def:
         for reference in node.input:
             readers[name_of(reference)].append(node)
-    first = found[0][0].name
-    bounds = [
-        constant_node(f"{first}/{end}", np.array(row, np.int32))
-        for end, row in (("start", 0), ("delta", 1))
-    ]
     for node, spec in found:
         handle, value, *controls = node.input
         # Nobody is to hold the old value any more, or the new one is written elsewhere.
@@ -126,10 +122,15 @@ def _rewrite(function: FunctionDef, given: Mapping[str, Set[tf.TensorSpec]]) -> 
             if f"^{holder}" not in controls:
                 controls.append(f"^{holder}")
                 readers[holder].append(node)
-        rows, *added = _numbered(node.name, handle, spec, bounds)
-        written, shared = writing(spec.dtype), sharing()
-        written.name, shared.name = f"{node.name}/write", node.name
-        element = _repeated(nodes.get(name_of(value)))
+        added = [
+            constant_node(f"{node.name}/{end}", np.array(row, np.int32))
+            for end, row in (("start", 0), ("limit", spec.shape[0]), ("delta", 1))
+        ]
+        rows, written, shared = counting(), writing(spec.dtype), sharing()
+        rows.name, written.name, shared.name = f"{node.name}/rows", f"{node.name}/write", node.name
+        rows.input.extend(f"{bound.name}:output:0" for bound in added)
+        keep_unfolded(rows)
+        element = repeated(nodes.get(name_of(value)))
         if element is not None:  # all rows are given one number
             added.append(constant_node(f"{node.name}/element", element))
             value = f"{added[-1].name}:output:0"
@@ -140,32 +141,7 @@ def _rewrite(function: FunctionDef, given: Mapping[str, Set[tf.TensorSpec]]) -> 
             each.device = node.device
         node.CopyFrom(shared)
         function.node_def.extend(added)
-    function.node_def.extend(bounds)
     return len(found)
-
-
-def _numbered(
-    name: str, handle: str, spec: tf.TensorSpec, bounds: Sequence[NodeDef]
-) -> tuple[NodeDef, NodeDef, NodeDef]:
-    """The operation that numbers a variable's rows, and what it reads.
-
-    How many rows there are is asked of the variable: all numbers up to a constant would
-    be a constant, too, and TensorFlow holds constants of functions for good.
-
-    Args:
-      name: what the operations' names start with.
-      handle: the variable.
-      spec: of its value.
-      bounds: constants of 0 and 1.
-    """
-    shape, sizes, rows = NodeDef(op="VariableShape"), NodeDef(op="Unpack"), counting()
-    sizes.attr["T"].type, sizes.attr["num"].i = types_pb2.DT_INT32, spec.shape.rank
-    shape.name, sizes.name, rows.name = f"{name}/shape", f"{name}/sizes", f"{name}/rows"
-    shape.input.append(handle)
-    sizes.input.append(f"{shape.name}:output:0")
-    start, delta = (f"{bound.name}:output:0" for bound in bounds)
-    rows.input.extend([start, f"{sizes.name}:output:0", delta])
-    return rows, shape, sizes
 
 
 def _holders(
@@ -190,20 +166,6 @@ def _argument(reference: str, nodes: Mapping[str, NodeDef]) -> str:
     while (node := nodes.get(name_of(reference))) is not None and node.op == "Identity":
         reference = node.input[0]
     return reference
-
-
-def _repeated(node: NodeDef | None) -> np.ndarray | None:
-    """The number that a constant is full of.
-
-    TensorFlow holds constants of functions for good: zeros of a variable's shape
-    are memory that nobody needs.
-    """
-    if node is None or node.op != "Const":
-        return None
-    array = tf.make_ndarray(node.attr["value"].tensor)
-    element = array.reshape(-1)[:1]
-    same = array.tobytes() == element.tobytes() * array.size
-    return element.reshape(()) if same and array.size else None
 
 
 def _after(node: NodeDef, readers: Mapping[str, Iterable[NodeDef]]) -> set[str]:

@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 import tensorflow as tf
 from tensorflow.core.framework import node_def_pb2, types_pb2
 
+from .constants import filled_in_functions
 from .inplace import counting, sharing, stays, writing, written_in_functions
 from .program import ELEMENTWISE, Kind, Op, Program, Rewriter, Tensor
 
@@ -67,9 +68,10 @@ def split_updates(program: Program, plain_peak: int) -> Program:
         for index, op in enumerate(program.ops)
         if op.type == "AssignVariableOp" and index not in updates and _moves(program, op)
     }
-    library = written_in_functions(program)
-    if library is not program.library:
-        program = replace(program, library=library)
+    for change in (written_in_functions, filled_in_functions):
+        library = change(program)
+        if library is not program.library:
+            program = replace(program, library=library)
     return _Splitter(program, updates, whole).run() if updates or whole else program
 
 
