@@ -322,9 +322,10 @@ def _given_pricer(given: Mapping[str, float], others: Pricer | None) -> Pricer:
         if not isinstance(key, str) or not re.fullmatch(r"[\w>]+", key):
             try:
                 key = OpSignature.from_text(key).text
-            except SignatureError:
+            except SignatureError as error:
                 raise TableError(
-                    f"{key!r} has a price, but is neither an operation type nor a signature"
+                    f"{key!r} has a price, but is neither an operation type nor a signature "
+                    f"({error})"
                 ) from None
         prices[key] = float(value)
     return replace(others, given=prices)

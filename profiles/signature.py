@@ -20,7 +20,19 @@ from functools import cached_property
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
-_BITS = re.compile(r"^(?:[a-z]+)(\d+)")
+# Bytes of an element, by TensorFlow's name of its type; handles and texts are not counted.
+_BYTES = {
+    **dict.fromkeys(("resource", "string", "variant"), 0),
+    **dict.fromkeys(
+        ("bool", "int8", "uint8", "qint8", "quint8", "int2", "int4", "uint2", "uint4"), 1
+    ),
+    **dict.fromkeys(("float8_e5m2", "float8_e5m2fnuz", "float8_e4m3fn", "float8_e4m3fnuz"), 1),
+    **dict.fromkeys(("float8_e4m3b11fnuz", "float4_e2m1fn"), 1),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16", "qint16", "quint16"), 2),
+    **dict.fromkeys(("float32", "int32", "uint32", "qint32"), 4),
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    "complex128": 16,
+}
 _OPERAND = re.compile(
     r"^(?P<dtype>\w+)\[(?P<shape>(?:-1|\d+)(?:x(?:-1|\d+))*)?\](?:=(?P<value>[-\d ]*))?$"
 )
@@ -90,7 +102,7 @@ class OpSignature:
         """Reads the canonical text.
 
         Raises:
-          SignatureError: if it is not one.
+          SignatureError: if it is not one, or of a type that TensorFlow does not have.
         """
         match = _SIGNATURE.match(text) if isinstance(text, str) else None
         if match is None:
@@ -136,15 +148,12 @@ class OpSignature:
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element; 0 for handles, strings and variants.
+    """Bytes of one element; 0 for handles, strings, variants and what TensorFlow does not have.
 
     >>> dtype_bytes("bfloat16"), dtype_bytes("bool"), dtype_bytes("complex64")
     (2, 1, 8)
     """
-    if dtype == "bool":
-        return 1
-    bits = _BITS.match(dtype)
-    return max(1, int(bits[1]) // 8) if bits else 0
+    return _BYTES.get(dtype.removesuffix("_ref"), 0)
 
 
 def _operands(text: str) -> tuple[TensorType, ...]:
@@ -161,4 +170,6 @@ def _parse_operands(text: str) -> Iterator[TensorType]:
             value = None if match["value"] is None else tuple(map(int, match["value"].split()))
         except ValueError:
             raise SignatureError(f"not a tensor of a signature: {operand!r}") from None
+        if match["dtype"].removesuffix("_ref") not in _BYTES:
+            raise SignatureError(f"TensorFlow has no type {match['dtype']!r}, as in {operand!r}")
         yield TensorType(match["dtype"], shape, value)

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.core.framework import types_pb2
 
 from remat import profile
 from remat.bodies import inside
@@ -260,6 +261,13 @@ def test_signatures_of_a_graph_know_variables_and_constants():
     assert found["BroadcastTo"].inputs[1].value == (2, 5)
     assert found["MatMul"].outputs == (TensorType(F32, (5, 3)),)
     assert all(OpSignature.from_text(each.text) == each for each in found.values())
+
+
+def test_every_type_of_tensorflow_is_known_with_its_size():
+    types = [value for value in types_pb2.DataType.values() if 0 < value < 100]
+    for dtype in map(tf.as_dtype, types):
+        text = f"Relu({dtype.name}[4]) -> ({dtype.name}[4])"
+        assert OpSignature.from_text(text).output_bytes == 4 * dtype.size
 
 
 def test_names_devices_and_seeds_are_no_part_of_a_signature():
