@@ -9,11 +9,12 @@ provenance: ``device``, ``driver``, ``tensorflow``, ``date``, ``clock``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +33,10 @@ except ImportError:  # there are no such locks on Windows, nor is there TensorFl
 
 _MOST_BYTES = 2**50
 _SHORTEST, _LONGEST = 1e-12, 1e6  # seconds of an operation, on any device
+_CONTRADICTS = 2.0  # between two rows of an operation, beyond ...
+_LAUNCH = 1e-5  # ... what they spread and the seconds of a launch, which is never the same
+_MOST_NAMED = 3  # contradictions in one warning
+_MOST_TABLES = 8  # that are kept once they were read
 COLUMNS = (
     "signature",
     "op",
@@ -148,16 +153,35 @@ class Table(Mapping[str, Row]):
 
 
 def load_table(path: str | os.PathLike[str]) -> Table:
-    """Reads a table and checks every row of it.
+    """Reads a table and checks every row of it; of rows of one operation the last is taken.
+
+    A file that has not changed since is not read again.
 
     Warns:
-      UserWarning: if rows were measured with another TensorFlow than the one
-        that is installed: kernels, and so costs, differ between versions.
+      UserWarning: if rows of one operation contradict each other (they differ by more than
+        a factor of 2, and by more than their spreads); if rows were measured with another
+        TensorFlow than the one that is installed, or with several drivers: kernels, and so
+        costs, differ between versions.
 
     Raises:
       TableError: naming the file, the line and what is wrong.
       OSError: if it cannot be read.
     """
+    table, notes = _read(path)
+    _warn(notes)
+    return table
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[Table, tuple[str, ...]]:
+    """A table, and what ``load_table`` warns of."""
+    there = os.stat(path)
+    identity = (there.st_dev, there.st_ino, there.st_mtime_ns, there.st_size)
+    return _parsed(os.fspath(path), identity)
+
+
+@functools.lru_cache(_MOST_TABLES)
+def _parsed(path: str, identity: tuple[int, ...]) -> tuple[Table, tuple[str, ...]]:
+    """What ``_read`` returns for a file of this identity."""
     import pandas as pd
 
     try:
@@ -176,18 +200,18 @@ def load_table(path: str | os.PathLike[str]) -> Table:
     repeated = [column for column in COLUMNS if f"{column}.1" in frame.columns]
     if repeated:
         raise TableError(f"{path}: has more than one column {', '.join(map(repr, repeated))}")
-    rows = []
+    rows = {}
     for line, values in enumerate(frame.to_dict("records"), start=2):
         try:
-            rows.append(_row(values))
+            rows[f"row {line}"] = _row(values)
         except (SignatureError, TableError) as error:
             raise TableError(f"{path}, row {line}: {error}") from None
     try:
-        table = Table(tuple(rows))
+        table = Table(tuple(rows.values()))
     except TableError as error:
         raise TableError(f"{path}: {error}") from None
-    _warn_of_other_versions(table, path)
-    return table
+    notes = (*_contradictions(rows.items()), *_mixtures(table))
+    return table, tuple(f"{path}: {note}" for note in notes)
 
 
 def save_table(table: Table, path: str | os.PathLike[str]) -> None:
@@ -201,28 +225,51 @@ def save_table(table: Table, path: str | os.PathLike[str]) -> None:
 def append_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> Table:
     """Adds rows to a table on disk (made if it is not there) and returns the whole.
 
-    Processes that do so at once wait for each other.
+    Where both have an operation, ``rows`` win.  Processes that do so at once wait for each
+    other: ``.NAME.lock`` beside the table is locked meanwhile, and free again as soon as its
+    holder has ended, however it ended.
+
+    Warns:
+      UserWarning: if a new row contradicts one that it replaces, or is of another driver or
+        TensorFlow (see ``load_table``); if the file system has no locks.
 
     Raises:
       TableError: if the file is not a table, or is another device's.
+      OSError: if it cannot be written.
     """
+    rows = tuple(rows)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with _locked(Path(path).parent):
-        before = load_table(path) if Path(path).exists() else Table()
+    with _locked(path):
+        before = _read(path)[0] if Path(path).exists() else Table()
         after = before.merged(rows)
         save_table(after, path)
+    named = [*(("the table", row) for row in before.rows), *(("the new row", row) for row in rows)]
+    _warn([f"{path}: {note}" for note in (*_contradictions(named), *_mixtures(after))])
     return after
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder: a file in it that is replaced has none that lasts."""
+def _locked(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Holds the lock of a table.
+
+    It is of a file beside it: the table itself is replaced, and some file systems lock
+    only what is open for writing, which a folder never is.
+    """
     if fcntl is None:
         yield
         return
-    lock = os.open(folder, os.O_RDONLY)
+    table = Path(os.path.realpath(path))
+    lock = os.open(table.with_name(f".{table.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            _warn(
+                [
+                    f"{path}: cannot be locked ({error.strerror}); rows that another process "
+                    "adds right now may be lost"
+                ]
+            )
         yield
     finally:
         os.close(lock)  # which gives it up
@@ -284,15 +331,60 @@ def _whole(values: Mapping[str, Any], name: str) -> int:
         raise TableError(f"{name} is {values[name]!r}, not a whole number") from None
 
 
-def _warn_of_other_versions(table: Table, path: str | os.PathLike[str]) -> None:
+def _contradictions(rows: Iterable[tuple[str, Row]]) -> Iterator[str]:
+    """Tells of rows, each with where it is, that replace another one that says otherwise."""
+    taken: dict[str, tuple[str, Row]] = {}
+    found = []
+    for where, row in rows:
+        text = row.signature.text
+        if text in taken and _contradict(taken[text][1], row):
+            before, other = taken[text]
+            found.append(
+                f"{row.seconds:.3g} s in {where} and {other.seconds:.3g} s in {before} for {text}"
+            )
+        taken[text] = where, row
+    if found:
+        if len(found) > _MOST_NAMED:
+            found[_MOST_NAMED:] = [f"{len(found) - _MOST_NAMED} more"]
+        yield (
+            f"contradictory rows, of which the later are taken: {'; '.join(found)} (delete what "
+            "is wrong, and it is measured again)"
+        )
+
+
+def _contradict(one: Row, other: Row) -> bool:
+    low, high = sorted((one.seconds, other.seconds))
+    noise = one.spread * one.seconds + other.spread * other.seconds + _LAUNCH
+    return high > _CONTRADICTS * low and high - low > noise
+
+
+def _mixtures(table: Table) -> Iterator[str]:
+    """Tells of rows that were measured with something else than others, or than what is here."""
+    drivers = sorted({row.driver for row in table.rows})
+    if len(drivers) > 1:
+        yield (
+            f"rows of {len(drivers)} drivers ({'; '.join(drivers)}), between which costs may "
+            "differ; keep one table a driver"
+        )
+    versions = {row.tensorflow for row in table.rows}
     try:
         installed = metadata.version("tensorflow")
     except metadata.PackageNotFoundError:
+        if len(versions) > 1:
+            yield (
+                f"rows of {len(versions)} versions of TensorFlow ({', '.join(sorted(versions))}), "
+                "between which costs may differ; keep one table a version"
+            )
         return
-    others = sorted({row.tensorflow for row in table.rows} - {installed})
+    others = sorted(versions - {installed})
     if others:
-        warnings.warn(
-            f"{path}: measured with TensorFlow {', '.join(others)}, and {installed} is "
-            "installed; costs may differ (measure again with `remat profile`)",
-            stacklevel=3,
+        count = sum(row.tensorflow != installed for row in table.rows)
+        yield (
+            f"{count} of {len(table)} rows were measured with TensorFlow {', '.join(others)}, and "
+            f"{installed} is installed; costs may differ (measure again with `remat profile`)"
         )
+
+
+def _warn(notes: Sequence[str]) -> None:
+    for note in notes:
+        warnings.warn(note, stacklevel=3)

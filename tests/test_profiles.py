@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import gzip
 import itertools
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -178,7 +181,7 @@ class TestTable:
             relu(4).text: 1.0,
             relu(5).text: 3.0,
         }
-        assert [p.name for p in path.parent.iterdir()] == ["t.csv"]
+        assert {p.name for p in path.parent.iterdir()} == {"t.csv", ".t.csv.lock"}
 
     @pytest.mark.parametrize(
         ("column", "value", "message"),
@@ -195,6 +198,7 @@ class TestTable:
             ("signature", "Relu", "not the signature"),
             ("signature", "Relu(float32[2xx3]) -> (float32[6])", "not a tensor"),
             ("signature", "Relu(float32[-5]) -> (float32[5])", "not a tensor"),
+            ("signature", "Relu(float33[5]) -> (float33[5])", "has no type 'float33'"),
         ],
     )
     def test_a_damaged_figure_is_refused_with_its_row(
@@ -273,6 +277,59 @@ class TestTable:
         assert [each.wait(60) for each in both] == [0, 0]
         assert len(load_table(path)) == 80
 
+    def test_a_process_that_was_killed_locks_nobody_out(self, tmp_path: Path):
+        program = (
+            "import os, sys; sys.path.insert(0, 'tests')\n"
+            "from test_profiles import append_rows, relu, row\n"
+            "from remat.profiles import table\n"
+            "table.save_table = lambda *_: os.kill(os.getpid(), 9)\n"
+            "append_rows(sys.argv[1], [row(relu(4))])"
+        )
+        path = tmp_path / "t.csv"
+        killed = subprocess.run([sys.executable, "-c", program, path], check=False, timeout=60)
+        assert killed.returncode == -9
+        assert len(append_rows(path, [row(relu(5))])) == 1
+
+    def test_without_locks_rows_are_added_and_the_risk_is_told(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        def flock(*_: int) -> None:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+        with pytest.warns(UserWarning, match=r"t\.csv: cannot be locked \(No locks available\)"):
+            append_rows(tmp_path / "t.csv", [row(relu(4))])
+        assert len(load_table(tmp_path / "t.csv")) == 1
+
+    def test_rows_that_contradict_each_other_are_told(self, tmp_path: Path):
+        path = tmp_path / "t.csv"
+        noisy = row(relu(6), 1e-3, spread=1.0)
+        first = [row(relu(4), 1e-3), row(relu(5), 1e-3), noisy, row(relu(7), 1e-6)]
+        second = [row(relu(4), 1.0), row(relu(5), 1.5e-3), row(relu(6), 2.5e-3, spread=0.5)]
+        second.append(row(relu(7), 9e-6))  # noise of a launch
+        save_table(Table(tuple(first)), path)
+        text = path.read_text()
+        save_table(Table(tuple(second)), path)
+        path.write_text(text + "".join(path.read_text().splitlines(keepends=True)[1:]))
+        with pytest.warns(UserWarning, match=r"contradictory rows") as told:
+            table = load_table(path)
+        assert table[relu(4).text].seconds == 1.0
+        (warning,) = told
+        assert f"{path}: " in str(warning.message)
+        assert "1 s in row 6 and 0.001 s in row 2 for Relu(float32[4])" in str(warning.message)
+        assert "float32[5]" not in str(warning.message)
+        with pytest.warns(UserWarning, match=r"0\.001 s in the new row and 1 s in the table"):
+            append_rows(path, first[:1])
+
+    def test_rows_of_two_drivers_are_told(self, tmp_path: Path):
+        path = tmp_path / "t.csv"
+        append_rows(path, [row(relu(4), driver="1")])
+        with pytest.warns(UserWarning, match=r"rows of 2 drivers \(1; 2\)"):
+            append_rows(path, [row(relu(5), driver="2")])
+        for _ in range(2):  # from the file, and from what was kept of it
+            with pytest.warns(UserWarning, match=r"rows of 2 drivers \(1; 2\)"):
+                load_table(path)
+
     @pytest.mark.parametrize("name", ["t.csv.gz", "t.csv.zip", "t.csv.xz"])
     def test_a_table_is_text_whatever_its_name(self, tmp_path: Path, name: str):
         save_table(Table((row(relu(4)),)), tmp_path / name)
@@ -281,10 +338,28 @@ class TestTable:
         with pytest.raises(TableError, match="not a CSV table"):
             load_table(tmp_path / name)
 
-    def test_another_tensorflow_is_warned_of(self, tmp_path: Path):
-        save_table(Table((row(relu(4), tensorflow="1.0.0"),)), tmp_path / "t.csv")
-        with pytest.warns(UserWarning, match=r"measured with TensorFlow 1\.0\.0"):
-            load_table(tmp_path / "t.csv")
+    def test_another_tensorflow_is_warned_of(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        path = tmp_path / "t.csv"
+        save_table(Table((row(relu(4), tensorflow="1.0.0"), row(relu(5)))), path)
+        monkeypatch.setattr(metadata, "version", lambda _: "2.21.0")
+        with pytest.warns(UserWarning, match=r"1 of 2 rows .* with TensorFlow 1\.0\.0, and 2\.21"):
+            load_table(path)
+
+        def missing(name: str) -> str:
+            raise metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr(metadata, "version", missing)
+        path.write_text(path.read_text() + "\n")
+        with pytest.warns(UserWarning, match=r"rows of 2 versions of TensorFlow \(1\.0\.0, 2\.21"):
+            load_table(path)
+
+    def test_a_file_that_changed_is_read_again(self, tmp_path: Path):
+        path = tmp_path / "t.csv"
+        save_table(Table((row(relu(4), 1e-3),)), path)
+        before = load_table(path)
+        assert load_table(path) is before
+        save_table(Table((row(relu(4), 2e-3),)), path)
+        assert load_table(path)[relu(4).text].seconds == 2e-3
 
     def test_the_cache_follows_the_environment(self, monkeypatch: pytest.MonkeyPatch):
         from remat.profiles.table import cache_path
