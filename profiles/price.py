@@ -30,6 +30,8 @@ Kind = Literal["given", "measured", "fitted", "roofline", "unknown"]
 _NEAREST = 4  # rows behind a fit
 _RECORDED = Path(__file__).parent  # where tables are named after their device
 _FLOATS = ("float32", "float64", "bfloat16", "float16")
+_MOST_NAMED = 4  # types of operations in a line
+_MOST_REASONS = 6  # lines
 _BEYOND_CACHE = 32 * 2**20  # bytes from which on an operation shows the memory's bandwidth
 
 
@@ -56,11 +58,13 @@ class Pricer:
       device: its specification.
       table: its measured rows.
       given: seconds by signature text or op type, which come before all else.
+      reasons: why operations without a row were not measured, by signature text.
     """
 
     device: DeviceSpec
     table: Table = field(default_factory=Table)
     given: Mapping[str, float] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     def price(self, signature: OpSignature) -> Price:
         """The price of one run."""
@@ -155,25 +159,66 @@ class Pricer:
 
 
 @dataclass(frozen=True)
+class Share:
+    """Some of a step's operations.
+
+    Attributes:
+      operations: how many.
+      seconds: sum of their prices.
+      types: their types, those that cost most first.
+    """
+
+    operations: int
+    seconds: float
+    types: tuple[str, ...]
+
+    @property
+    def named(self) -> str:
+        """The dearest types."""
+        more = len(self.types) - _MOST_NAMED
+        return ", ".join(self.types[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+@dataclass(frozen=True)
 class Coverage:
     """How much of a step each kind of price makes up.
 
     Attributes:
-      operations: number of operations by kind.
-      seconds: sum of their prices by kind.
+      kinds: the operations of each kind of price.
+      unmeasured: those that have no row where measuring was asked for, by the reason why.
     """
 
-    operations: Mapping[str, int]
-    seconds: Mapping[str, float]
+    kinds: Mapping[Kind, Share]
+    unmeasured: Mapping[str, Share] = field(default_factory=dict)
+
+    @property
+    def operations(self) -> dict[Kind, int]:
+        """Number of operations by kind."""
+        return {kind: share.operations for kind, share in self.kinds.items()}
+
+    @property
+    def seconds(self) -> dict[Kind, float]:
+        """Sum of their prices by kind."""
+        return {kind: share.seconds for kind, share in self.kinds.items()}
 
     def __str__(self) -> str:
-        total = sum(self.seconds.values()) or 1.0
-        return "\n".join(
-            f"{kind:9} {count:7} operations {self.seconds[kind]:10.4f} s "
-            f"{100 * self.seconds[kind] / total:5.1f} %"
-            for kind, count in self.operations.items()
-            if count
-        )
+        total = math.fsum(self.seconds.values()) or 1.0
+        lines = [
+            f"{kind:9} {share.operations:7} operations {share.seconds:10.4f} s "
+            f"{100 * share.seconds / total:5.1f} %  {share.named}"
+            for kind, share in self.kinds.items()
+            if share.operations
+        ]
+        reasons = sorted(self.unmeasured.items(), key=lambda item: -item[1].seconds)
+        shown = reasons[:_MOST_REASONS]
+        if len(reasons) > _MOST_REASONS:
+            shown.append(("other reasons", _sum(share for _, share in reasons[_MOST_REASONS:])))
+        for reason, share in shown:
+            lines.append(
+                f"not measured: {share.operations} operation{'s' * (share.operations > 1)}, "
+                f"{100 * share.seconds / total:.1f} % ({share.named}): {reason}"
+            )
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -195,14 +240,41 @@ class Validation:
     total_ratio: float
 
 
-def coverage(prices: Iterable[Price]) -> Coverage:
-    """Counts and sums the prices of a step's operations by kind."""
-    operations = dict.fromkeys(get_args(Kind), 0)
-    seconds = dict.fromkeys(get_args(Kind), 0.0)
-    for price in prices:
-        operations[price.kind] += 1
-        seconds[price.kind] += price.seconds
-    return Coverage(operations, seconds)
+def coverage(
+    prices: Iterable[tuple[OpSignature, Price]], reasons: Mapping[str, str] | None = None
+) -> Coverage:
+    """Counts and sums the prices of a step's operations by kind.
+
+    Args:
+      prices: each operation with its price.
+      reasons: why operations were not measured, by signature text.
+    """
+    reasons = reasons or {}
+    kinds: dict[Kind, list[Share]] = {kind: [] for kind in get_args(Kind)}
+    unmeasured: dict[str, list[Share]] = {}
+    for signature, price in prices:
+        share = Share(1, price.seconds, (signature.op,))
+        kinds[price.kind].append(share)
+        if signature.text in reasons and price.kind not in ("measured", "given"):
+            unmeasured.setdefault(reasons[signature.text], []).append(share)
+    return Coverage(
+        {kind: _sum(shares) for kind, shares in kinds.items()},
+        {reason: _sum(shares) for reason, shares in unmeasured.items()},
+    )
+
+
+def _sum(shares: Iterable[Share]) -> Share:
+    """All in one; of a share of several types the first stands for its seconds."""
+    shares = tuple(shares)
+    by_type: dict[str, float] = {}
+    for share in shares:
+        for index, op in enumerate(share.types):
+            by_type[op] = by_type.get(op, 0.0) + (0.0 if index else share.seconds)
+    return Share(
+        sum(share.operations for share in shares),
+        math.fsum(share.seconds for share in shares),
+        tuple(sorted(by_type, key=lambda op: -by_type[op])),
+    )
 
 
 def cross_validate(table: Table, device: DeviceSpec, folds: int = 10) -> tuple[Validation, ...]:

@@ -18,8 +18,7 @@ from tensorflow.python.framework import op_def_registry
 from .bodies import Inside, held_inside, inside
 from .conditionals import CONDITIONALS
 from .profile import measured_pricer, recorded_pricer
-from .profiles.devices import DeviceSpec
-from .profiles.price import Coverage, Price, coverage, load_pricer
+from .profiles.price import Coverage, Price, Pricer, coverage, load_pricer
 from .profiles.signature import OpSignature, TensorType
 from .profiles.table import TableError
 from .program import KEPT_SCRATCH, Kind, Program
@@ -37,8 +36,8 @@ class Prices:
     Attributes:
       seconds: of each operation (0 for what does not compute).
       workspace: bytes an operation holds only while it runs, where there are any.
-      coverage: how much of it was measured, fitted, computed or is not known; what loops
-        run counts with all its turns.
+      coverage: how much of it was measured, fitted, computed or is not known, and why not
+        measured; what loops run counts with all its turns.
       device: name of the device they are for.
     """
 
@@ -94,7 +93,7 @@ def price(
     else:
         pricer = load_pricer(profile)
     prices = cache(pricer.price)
-    found = [_prices(step, prices, pricer.device) for step in steps]
+    found = [_prices(step, prices, pricer) for step in steps]
     _warn_of_unused(runs, pricer.given)
     _warn_of_unknown(steps, prices)
     return found
@@ -135,12 +134,13 @@ def _count(step: _Signed, runs: Counter[OpSignature], times: int = 1) -> None:
 
 def _parts(
     step: _Signed, index: int, price: Callable[[OpSignature], Price], launch: float
-) -> list[Price]:
+) -> list[tuple[OpSignature, Price]]:
     """The prices of what an operation does: one, or those of all that it runs."""
-    own = price(step.signatures[index])
+    signature = step.signatures[index]
+    own = price(signature)
     within = step.inside.get(index)
     if within is None or own.kind == "given":
-        return [own]
+        return [(signature, own)]
     functions = [
         [part for other in function.signatures for part in _parts(function, other, price, launch)]
         for function in step.functions[index]
@@ -149,17 +149,17 @@ def _parts(
         functions = [max(functions, key=_total, default=[])]
     certain = within.complete and within.turns is not None
     return [
-        replace(own, seconds=launch, kind="roofline" if certain else "unknown"),
+        (signature, replace(own, seconds=launch, kind="roofline" if certain else "unknown")),
         *(
-            replace(part, seconds=within.times * part.seconds)
+            (inner, replace(part, seconds=within.times * part.seconds))
             for parts in functions
-            for part in parts
+            for inner, part in parts
         ),
     ]
 
 
-def _total(prices: Iterable[Price]) -> float:
-    return math.fsum(price.seconds for price in prices)
+def _total(parts: Iterable[tuple[OpSignature, Price]]) -> float:
+    return math.fsum(price.seconds for _, price in parts)
 
 
 def _warn_of_unused(signatures: Iterable[OpSignature], given: Mapping[str, float]) -> None:
@@ -197,14 +197,15 @@ def _unknown(step: _Signed, price: Callable[[OpSignature], Price]) -> Iterator[s
             yield signature.op
 
 
-def _prices(step: _Signed, price: Callable[[OpSignature], Price], device: DeviceSpec) -> Prices:
+def _prices(step: _Signed, price: Callable[[OpSignature], Price], pricer: Pricer) -> Prices:
     """Prices of a program's operations, with what they hold inside."""
-    parts = {index: _parts(step, index, price, device.launch_seconds) for index in step.signatures}
+    launch = pricer.device.launch_seconds
+    parts = {index: _parts(step, index, price, launch) for index in step.signatures}
     return Prices(
         seconds=tuple(_total(parts.get(index, ())) for index in range(len(step.program.ops))),
         workspace=_workspace(step, price),
-        coverage=coverage(itertools.chain.from_iterable(parts.values())),
-        device=device.name,
+        coverage=coverage(itertools.chain.from_iterable(parts.values()), pricer.reasons),
+        device=pricer.device.name,
     )
 
 

@@ -130,6 +130,8 @@ def measured_pricer(
 ) -> Pricer:
     """Prices from the user's table of this device; what it lacks is measured and recorded.
 
+    Its ``reasons`` say why what has no row then was not measured.
+
     Raises:
       TableError: if the table on disk is damaged, or of another device; the message names
         the file.
@@ -141,6 +143,7 @@ def measured_pricer(
     spec = spec_at_hand(device)
     started = time.monotonic()
     pricer = Pricer(spec, _table(device))
+    reasons: dict[str, str] = {}
 
     def measure(wanted: Iterable[OpSignature], share: float) -> None:
         nonlocal pricer
@@ -155,6 +158,7 @@ def measured_pricer(
         )
         if measurement.interrupted:
             raise KeyboardInterrupt
+        reasons.update(measurement.reasons)
         if measurement.rows:
             pricer = Pricer(spec, load_table(path))
 
@@ -173,7 +177,7 @@ def measured_pricer(
         share=1.0,
     )
     measure(signatures, share=0.98)
-    return pricer
+    return replace(pricer, reasons=reasons)
 
 
 def recorded_pricer(device: str | None = None) -> Pricer:

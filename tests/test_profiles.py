@@ -730,12 +730,31 @@ class TestPricer:
             assert validation.total_ratio == pytest.approx(1.0, rel=0.05)
 
     def test_coverage_adds_up(self):
-        found = price.coverage(
-            [price.Price(1.0, 0, "measured"), price.Price(3.0, 0, "roofline")] * 2
-        )
+        steps = [
+            (relu(1), price.Price(1.0, 0, "measured")),
+            (matmul(1, 1, 1), price.Price(3.0, 0, "roofline")),
+        ]
+        found = price.coverage(steps * 2)
         assert found.seconds["measured"] == 2.0
         assert found.operations["roofline"] == 2
-        assert "75.0 %" in str(found)
+        assert "75.0 %  MatMul" in str(found)
+        assert "not measured" not in str(found)
+
+    def test_coverage_names_what_is_unknown_and_why_it_was_not_measured(self):
+        unknown = [signature(f"Op{n}", [(F32, (n,))], [(F32, (n,))]) for n in range(9)]
+        steps = [(each, price.Price(float(n), 0, "unknown")) for n, each in enumerate(unknown)]
+        steps.append((relu(4), price.Price(4.0, 0, "measured")))
+        reasons = {each.text: "its shape" for each in unknown[:8]} | {relu(4).text: "no more"}
+        lines = str(price.coverage(steps, reasons)).splitlines()
+        assert lines[1].endswith("90.0 %  Op8, Op7, Op6, Op5 and 5 more")
+        assert lines[2] == (
+            "not measured: 8 operations, 70.0 % (Op7, Op6, Op5, Op4 and 4 more): its shape"
+        )
+        assert len(lines) == 3
+        alone = {each.text: f"reason {n}" for n, each in enumerate(unknown)}
+        lines = str(price.coverage(steps, alone)).splitlines()
+        assert lines[2] == "not measured: 1 operation, 20.0 % (Op8): reason 8"
+        assert lines[-1] == "not measured: 3 operations, 7.5 % (Op2, Op1, Op0): other reasons"
 
 
 class TestProfileArgument:
