@@ -85,15 +85,18 @@ def run(arguments: argparse.Namespace) -> int:
     from .planning import read
     from .price import price
     from .profiles.price import cross_validate, load_pricer
-    from .profiles.table import load_table, save_table
+    from .profiles.table import save_table
     from .solvers.files import check_writable
 
-    if arguments.output is not None:
-        if arguments.profile != "auto" and not Path(arguments.profile).is_file():
+    here = arguments.profile == "auto"
+    rows = here or len(load_pricer(arguments.profile).table)
+    for option, given in (("-o", arguments.output), ("--validate", arguments.validate)):
+        if given and not rows:
             raise ValueError(
-                f"-o writes a table of measurements, and --profile {arguments.profile} measures "
-                "nothing"
+                f"{option} is for what was measured, and --profile {arguments.profile} measures "
+                "nothing; leave --profile out, on a machine with that device"
             )
+    if arguments.output is not None:
         check_writable(arguments.output)
     if not 0 < arguments.time_limit < float("inf"):
         raise ValueError(f"--time-limit {arguments.time_limit}: seconds above 0")
@@ -116,8 +119,15 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{sum(prices.seconds):.4f} s a step, "
                 f"priced in {time.monotonic() - started:.1f} s\n{prices.coverage}"
             )
-    path = table_path(default_device()) if arguments.profile == "auto" else arguments.profile
-    if arguments.profile == "auto" and not Path(path).exists():
+    if not rows:
+        print(
+            f"nothing was measured: these are figures of the specification of {prices.device}. To "
+            "measure, run this on a machine with that device, without --profile; -o TABLE.csv "
+            "writes a table that --profile TABLE.csv reads anywhere"
+        )
+        return 0
+    path = table_path(default_device()) if here else arguments.profile
+    if here and not Path(path).exists():
         print("table: none, since every operation is too small to be measured")
         return 1 if arguments.output else 0
     pricer = load_pricer(path)
@@ -131,7 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
                 f"sum {found.total_ratio:.2f} x the measured"
             )
     if arguments.output:
-        save_table(load_table(path), arguments.output)
+        save_table(pricer.table, arguments.output)
     return 0
 
 

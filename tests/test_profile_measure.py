@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from tensorflow.core.framework import types_pb2
 
 from remat import profile
 from remat.bodies import inside
+from remat.cli import main
 from remat.device import table_path
 from remat.planning import read
 from remat.price import price, signatures_of
@@ -321,6 +323,33 @@ def test_a_training_step_is_covered_and_priced_from_the_table(
 
     again = profile.measured_pricer(found, device="CPU:0", progress=measured_again)
     assert again.table == pricer.table
+
+
+def tiny() -> keras.Model:
+    return keras.Sequential([keras.Input((64, 64)), keras.layers.Dense(64)])
+
+
+def test_the_command_says_what_was_not_measured_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+    assert main(["profile", f"{__name__}:tiny"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"measured .* %  .*MatMul", told)
+    assert re.search(r"not measured: \d+ operations, .*so small that it costs", told)
+
+
+def test_the_command_measures_nothing_for_a_device_that_is_named(
+    capsys: pytest.CaptureFixture[str],
+):
+    asked = ["profile", f"{__name__}:tiny", "--profile", "h200"]
+    assert main(asked) == 0
+    told = capsys.readouterr().out
+    assert "nothing was measured" in told
+    assert "without --profile" in told
+    for option in (["--validate"], ["-o", "t.csv"]):
+        assert main([*asked, *option]) == 2
+        assert f"{option[0]} is for what was measured" in capsys.readouterr().err
 
 
 def test_loops_are_priced_by_the_turns_that_they_take():
