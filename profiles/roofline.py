@@ -373,11 +373,18 @@ def _batch_norm_grad(signature: OpSignature) -> Work:
 
 
 def _local_response(signature: OpSignature) -> Work:
-    """A square and a sum for each channel in reach, then a power and a product of each element;
-    the gradient makes six more operations for each in reach."""
-    reach = 2 * int(signature.attr("depth_radius", "5")) + 1
-    each = 8 * reach if signature.op.endswith("Grad") else 2 * reach + 2
-    return Work("normalisation", each * signature.inputs[0].elements, _all_bytes(signature))
+    """A square and a sum for each pair of channels in reach of each other; a scale, a bias, a
+    power and a product for each element.
+
+    The gradient does that again and, for each pair, two products, a quotient and a sum, for
+    each element one sum more (TensorFlow's ``lrn_op.cc``).
+    """
+    *pixels, channels = signature.inputs[0].shape
+    reach = min(int(signature.attr("depth_radius", "5")), channels - 1)
+    pairs = channels * (2 * reach + 1) - reach * (reach + 1)  # less those beyond the ends
+    a_pair, an_element = (6, 5) if signature.op.endswith("Grad") else (2, 4)
+    flops = math.prod(pixels) * (a_pair * pairs + an_element * channels)
+    return Work("normalisation", flops, _all_bytes(signature))
 
 
 # --- Windows: convolutions and pooling -----------------------------------------------------
@@ -614,30 +621,59 @@ _KERNEL_REACH: Mapping[str, float] = {
 
 
 def _scale_and_translate(signature: OpSignature) -> Work:
-    """A multiply-add for each pixel in reach, first along rows, then along columns."""
-    before, after = signature.inputs[0].shape, signature.outputs[0].shape
-    if signature.op.endswith("Grad"):
-        before, after = after, before
-    reach = 2 * _KERNEL_REACH[signature.attr("kernel_type", "lanczos3")]
+    """A multiply-add for each pixel in reach, first along columns, then along rows.
+
+    Which pixels these are is TensorFlow's ``scale_and_translate_op.cc`` for an image that
+    fills the result (the scale is data); the gradient meets the same pairs of pixels.
+    """
+    read, written = signature.inputs[0].shape, signature.outputs[0].shape
+    image, result = (written, read) if signature.op.endswith("Grad") else (read, written)
+    radius = _KERNEL_REACH[signature.attr("kernel_type", "lanczos3")]
     smooth = signature.attr("antialias", "true") == "true"
 
-    def taps(axis: int) -> int:
-        shrunk = max(1.0, before[axis] / max(after[axis], 1)) if smooth else 1.0
-        return min(before[axis], math.ceil(reach * shrunk))
+    def pairs(axis: int) -> int:
+        size, results = image[axis], result[axis]
+        step = size / max(results, 1)
+        reach = radius * max(step, 1.0) if smooth else radius
+        total = 0
+        for index in range(results):
+            centre = (index + 0.5) * step - 0.5
+            first, last = math.ceil(centre - reach), math.floor(centre + reach)
+            total += min(max(last, 0), size - 1) - min(max(first, 0), size - 1) + 1
+        return total
 
-    samples = after[0] * after[3] * after[1]
-    flops = 2 * samples * (before[2] * taps(1) + after[2] * taps(2))
+    flops = 2 * read[0] * read[3] * (pairs(1) * read[2] + pairs(2) * written[1])
     return Work("resampling", flops, _all_bytes(signature))
 
 
+# FLOPs an element of the crops, from the nearest pixel and between four.  Between four: three
+# linear interpolations; for the image's gradient, six products and four sums; for the boxes',
+# the slopes along both axes (5 each), each times the gradient, and a product and a sum for
+# each of four edges (TensorFlow's ``crop_and_resize_op.cc``).
+_CROP_FLOPS: Mapping[str, tuple[int, int]] = {
+    "CropAndResize": (0, 9),
+    "CropAndResizeGradImage": (1, 10),
+    "CropAndResizeGradBoxes": (0, 20),
+}
+
+
 def _crop_and_resize(signature: OpSignature) -> Work:
-    """Each pixel of a crop is between four (or at one) of an image, which are read or written."""
-    crops = signature.inputs[0] if "Grad" in signature.op else signature.outputs[0]
+    """Each pixel of a crop is between four (or at one) of the image: all of these are read,
+    though none twice, or added to once all of the image's gradient is zero."""
+    if signature.op == "CropAndResize":
+        image, crops = signature.inputs[0], signature.outputs[0]
+    elif signature.op == "CropAndResizeGradImage":
+        image, crops = signature.outputs[0], signature.inputs[0]
+    else:
+        crops, image = signature.inputs[:2]
     nearest = signature.attr("method") == "nearest"
-    moved = crops.bytes * (2 if nearest else 5)
+    pixels = crops.elements * (1 if nearest else 4)
+    met = min(pixels * dtype_bytes(image.dtype), image.bytes)
+    moved = crops.bytes + met
     if signature.op == "CropAndResizeGradImage":
-        moved += signature.output_bytes  # zeros, to begin with
-    return Work("resampling", 0 if nearest else 9 * crops.elements, moved)
+        moved += met + image.bytes
+    flops = crops.elements * _CROP_FLOPS[signature.op][0 if nearest else 1]
+    return Work("resampling", flops, moved)
 
 
 def _project(signature: OpSignature) -> Work:

@@ -24,7 +24,7 @@ MODEL is the name of a model in keras.applications, or MODULE:FUNCTION, where
 the function takes nothing and returns a Keras model.  The step trains it with
 Adam.  Operations are run one by one, so the step itself need not fit in
 memory.  What is in the table already is not measured again; Ctrl-C keeps what
-was measured so far.
+was measured so far.  What was not measured is shown with the reason.
 """
 
 _EXAMPLES = """\

@@ -100,9 +100,44 @@ class TestSignature:
 
 COUNTED = {
     # op, inputs, outputs, attributes -> FLOPs
-    "a square, a sum for each of 5 channels, a power and a product": (
+    "a square and a sum for each of up to 5 channels, and four an element": (
         signature("LRN", [(F32, (2, 4, 4, 8))], [(F32, (2, 4, 4, 8))], depth_radius="2"),
-        256 * (2 * 5 + 2),
+        32 * (2 * (3 + 4 + 4 * 5 + 4 + 3) + 4 * 8),
+    ),
+    "six a pair and five an element, of fewer channels than are in reach": (
+        signature("LRNGrad", [(F32, (2, 4, 4, 3))] * 3, [(F32, (2, 4, 4, 3))]),
+        32 * (6 * 9 + 5 * 3),
+    ),
+    "twice as high: 1 row at the ends, else 2; as wide: 2 columns there, else 3": (
+        signature(
+            "ScaleAndTranslate", [(F32, (3, 4, 6, 2)), ("int32", (2,)), (F32, (2,)), (F32, (2,))],
+            [(F32, (3, 8, 6, 2))], kernel_type="triangle",
+        ),
+        2 * 6 * ((1 + 6 * 2 + 1) * 6 + (2 + 4 * 3 + 2) * 8),
+    ),
+    "the same pairs backwards, rows first": (
+        signature(
+            "ScaleAndTranslateGrad",
+            [(F32, (3, 8, 6, 2)), (F32, (3, 4, 6, 2)), (F32, (2,)), (F32, (2,))],
+            [(F32, (3, 4, 6, 2))], kernel_type="triangle",
+        ),
+        2 * 6 * ((1 + 6 * 2 + 1) * 6 + (2 + 4 * 3 + 2) * 4),
+    ),
+    "ten for the image's gradient": (
+        signature(
+            "CropAndResizeGradImage",
+            [(F32, (5, 4, 4, 3)), (F32, (5, 4)), ("int32", (5,)), ("int32", (4,))],
+            [(F32, (1, 9, 9, 3))], method="bilinear",
+        ),
+        10 * 240,
+    ),
+    "twenty for the boxes'": (
+        signature(
+            "CropAndResizeGradBoxes",
+            [(F32, (5, 4, 4, 3)), (F32, (1, 9, 9, 3)), (F32, (5, 4)), ("int32", (5,))],
+            [(F32, (5, 4))], method="bilinear",
+        ),
+        20 * 240,
     ),
     "5 n log2 n": (
         signature("FFT", [("complex64", (3, 1024))], [("complex64", (3, 1024))]),
@@ -149,6 +184,24 @@ COUNTED = {
 @pytest.mark.parametrize(("each", "flops"), COUNTED.values(), ids=COUNTED)
 def test_operations_counted(each: OpSignature, flops: int):
     assert roofline.work(each).flops == flops
+
+
+@pytest.mark.parametrize(
+    ("boxes", "method", "moved"),
+    [
+        (1, "bilinear", 4 * (48 + 192)),  # four pixels of the image for each of the crop
+        (1, "nearest", 4 * (48 + 48)),
+        (5, "bilinear", 4 * (240 + 243)),  # all of the image
+    ],
+)
+def test_crops_read_no_more_than_the_image(boxes: int, method: str, moved: int):
+    crop = signature(
+        "CropAndResize",
+        [(F32, (1, 9, 9, 3)), (F32, (boxes, 4)), ("int32", (boxes,)), ("int32", (2,))],
+        [(F32, (boxes, 4, 4, 3))],
+        method=method,
+    )
+    assert roofline.work(crop).bytes == moved
 
 
 def test_what_nobody_has_counted_is_said_to_be_unknown():
