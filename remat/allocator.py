@@ -44,6 +44,8 @@ _SMALLEST_CLAIM = 1 << 20  # bytes
 _TRIES = 3  # at a slot, among other free chunks of its size
 _PIECES = 1024  # that a hole is divided in, at most
 _SMALL_SLOT = GRAIN - ALIGNMENT  # bytes of a slot for small values
+# Bytes of a piece that nothing large fits into, and that is no slot; of what is cut up into such.
+_USELESS, _CUT_UP = _SMALL_SLOT - ALIGNMENT, 1 << 27
 # Of what is free, until it is not in one piece; a chunk that is little larger is had whole.
 _SHARES = (0.4, 0.6, 0.8, 0.9, 0.97)
 # Share and bytes (the lower) of the largest free chunk: it is known from figures of six digits,
@@ -353,6 +355,8 @@ def lay_out(
         return None
     if beyond >= _SMALLEST_CLAIM:  # else not worth a wall, or there is no room for one
         area -= ALIGNMENT
+        if beyond < min(area, _CUT_UP):
+            area -= beyond // (_USELESS + ALIGNMENT) * ALIGNMENT
     slots = []
     for size in sizes:
         slots.append(_chunk(device, size)[0])
@@ -365,6 +369,12 @@ def lay_out(
             slots.append(_chunk(device, rest if whole else aligned((rest + beyond) // 4))[0])
             rest -= slots[-1].shape[0] * 4
         walls.append(_chunk(device, ALIGNMENT)[0])
+        if beyond < min(area, _CUT_UP):
+            # Smaller than the area, it would be the best fit for what goes in there, and to
+            # hold it meanwhile would be above the budget.
+            for _ in range(beyond // (_USELESS + ALIGNMENT)):
+                slots.append(_chunk(device, _USELESS)[0])
+                walls.append(_chunk(device, ALIGNMENT)[0])
     slots = [slot for slot in slots if slot.shape[0] * 4 >= GRAIN]
     move()  # while everything else is taken
     del slots
