@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from .method import ROUNDING, Monitor, Outcome, Problem
-from .schedule import Schedule, simulate
+from .method import ROUNDING, Monitor, Outcome, Problem, StoppedError
+from .schedule import Schedule, never, simulate
 
 
 class Best:
@@ -28,10 +29,15 @@ class Best:
         self._problem, self._monitor = problem, monitor
         self._key = (math.inf, math.inf)
 
-    def offer(self, schedule: Schedule) -> None:
-        """Judges a schedule, and reports it if it is the best so far."""
+    def offer(self, schedule: Schedule, check: Callable[[], None] = never) -> None:
+        """Judges a schedule, and reports it if it is the best so far.
+
+        Args:
+          schedule: the schedule.
+          check: called now and then; what it raises ends the judging.
+        """
         problem = self._problem
-        result = simulate(problem.graph, schedule)
+        result = simulate(problem.graph, schedule, check)
         self.offered += 1
         if result.cost > dearest_cost(problem):
             return
@@ -64,14 +70,16 @@ def best_schedule(
 ) -> Outcome:
     """The best of some schedules; None is passed over.
 
-    Judges them one by one until nothing better can come or the monitor says stop.
+    Judges them one by one until nothing better can come or the monitor says stop
+    (what makes them may be ended by its ``check``).
     """
     best = Best(problem, monitor)
-    for schedule in schedules:
-        if schedule is not None:
-            best.offer(schedule)
-        if best.done or monitor.should_stop():
-            break
+    with contextlib.suppress(StoppedError):
+        for schedule in schedules:
+            if schedule is not None:
+                best.offer(schedule, monitor.check)
+            if best.done or monitor.should_stop():
+                break
     return best.outcome()
 
 

@@ -22,6 +22,6 @@ def checkpoint_all(problem: Problem, monitor: Monitor) -> Outcome:
 
     def schedules() -> Iterator[Schedule]:
         yield tuple(range(len(problem.graph)))
-        yield memory_order(problem.graph)
+        yield memory_order(problem.graph, monitor.check)
 
     return best_schedule(problem, monitor, schedules())

@@ -30,7 +30,7 @@ import math
 from collections.abc import Iterator
 
 from .best import best_schedule, check_options
-from .keep import Training, keep, segment_sizes, trainings
+from .keep import Training, keep, keep_each, segment_sizes, trainings
 from .method import Monitor, Outcome, Problem
 from .schedule import Schedule
 
@@ -44,7 +44,7 @@ def chen_sqrt(problem: Problem, monitor: Monitor) -> Outcome:
     check_options(problem, "generalisation")
 
     def schedules() -> Iterator[Schedule | None]:
-        for training in trainings(problem.graph):
+        for training in trainings(problem.graph, monitor.check):
             for candidates in _candidates(problem, training):
                 yield keep(training, frozenset(_every_sqrt(candidates)))
 
@@ -60,11 +60,11 @@ def chen_greedy(problem: Problem, monitor: Monitor) -> Outcome:
     check_options(problem, "generalisation")
 
     def schedules() -> Iterator[Schedule | None]:
-        for training in trainings(problem.graph):
+        for training in trainings(problem.graph, monitor.check):
             for candidates in _candidates(problem, training):
                 sizes = segment_sizes(training)
-                for kept in dict.fromkeys(_greedy(training, candidates, size) for size in sizes):
-                    yield keep(training, kept)
+                choices = (_greedy(training, candidates, size) for size in sizes)
+                yield from keep_each(training, choices)
 
     return best_schedule(problem, monitor, schedules())
 

@@ -41,7 +41,7 @@ from itertools import accumulate, pairwise
 
 from .best import best_schedule, check_options
 from .graph import Graph
-from .keep import Training, keep, segment_sizes, trainings
+from .keep import Training, keep_each, segment_sizes, trainings
 from .method import Monitor, Outcome, Problem
 from .schedule import Schedule
 
@@ -51,11 +51,10 @@ def feng_huang(problem: Problem, monitor: Monitor) -> Outcome:
     check_options(problem)
 
     def schedules() -> Iterator[Schedule | None]:
-        for training in trainings(problem.graph):
+        for training in trainings(problem.graph, monitor.check):
             tree = divide(training)
             choices = (cheapest_to_keep(tree, bound) for bound in segment_sizes(training))
-            for kept in dict.fromkeys(choices):
-                yield keep(training, kept)
+            yield from keep_each(training, choices)
 
     return best_schedule(problem, monitor, schedules())
 
@@ -96,7 +95,7 @@ def divide(training: Training) -> tuple[ClosedSet, ...]:
     tree: list[ClosedSet] = []
     while len(tree) < len(pending):
         nodes = pending[len(tree)]
-        stops, parts, is_line = _split(graph, nodes, is_forward)
+        stops, parts, is_line = _split(training, nodes)
         numbers: list[int | None] = []
         for part in parts:
             numbers.append(len(pending) if part else None)
@@ -187,10 +186,9 @@ def _shortest_path(
     return distance[last], stops, parts
 
 
-def _split(
-    graph: Graph, nodes: Sequence[int], is_forward: Sequence[bool]
-) -> tuple[list[int], list[list[int]], bool]:
+def _split(training: Training, nodes: Sequence[int]) -> tuple[list[int], list[list[int]], bool]:
     """One step of the division: (stops, parts, whether it is a line)."""
+    graph, is_forward = training.graph, training.is_forward
     # Places are 1 to m; 0 is the entry and m + 1 the exit.
     place = {node: number for number, node in enumerate(nodes, 1)}
     end = len(nodes) + 1
@@ -226,6 +224,7 @@ def _split(
     stops, parts = [], []
     number = 0
     while number < end:
+        training.check()
         closing, lowest, highest = number + 1, end, 0
         for inner in range(number + 1, end):
             lowest, highest = min(lowest, first[inner]), max(highest, last[inner])

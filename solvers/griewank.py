@@ -49,7 +49,7 @@ def griewank(problem: Problem, monitor: Monitor) -> Outcome:
     check_options(problem)
 
     def schedules() -> Iterator[Schedule]:
-        for training in trainings(problem.graph):
+        for training in trainings(problem.graph, monitor.check):
             for hold in (0, 1):
                 yield from _search(problem, training, hold)
 
@@ -159,7 +159,7 @@ def _search(problem: Problem, training: Training, hold: int) -> Iterator[Schedul
             fewer = False
         else:
             yield schedule
-            result = simulate(problem.graph, schedule)
+            result = simulate(problem.graph, schedule, training.check)
             if problem.minimize == "cost":
                 fewer = result.peak > problem.budget
             else:

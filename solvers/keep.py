@@ -20,12 +20,12 @@ its last use, so the result is always legal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from .graph import Graph
 from .order import memory_order
-from .schedule import Schedule, simulate
+from .schedule import Schedule, never, simulate
 
 Keeps = Callable[[int, int, int], bool]
 
@@ -42,35 +42,38 @@ class Training:
       order: a schedule that runs every node once.
       forward: the nodes of the forward part, in that order.
       is_forward: for each node, whether it is one of them.
+      check: called now and then by what works on it, which ends with what it raises:
+        of a large graph one schedule takes a second to derive.
     """
 
     graph: Graph
     order: Schedule
     forward: tuple[int, ...]
     is_forward: tuple[bool, ...]
+    check: Callable[[], None] = field(default=never, compare=False)
 
 
-def training(graph: Graph, order: Schedule) -> Training:
+def training(graph: Graph, order: Schedule, check: Callable[[], None] = never) -> Training:
     """Tells the forward part of a graph from the backward part.  O(n + e)."""
     is_forward: list[bool] = []
     if any(node.backward for node in graph.nodes):
         for node, inputs in zip(graph.nodes, graph.predecessors, strict=True):
             is_forward.append(not node.backward and all(is_forward[value] for value in inputs))
     else:
-        memory = simulate(graph, order).memory
+        memory = simulate(graph, order, check).memory
         early = frozenset(order[: memory.index(max(memory))])
         is_forward.extend(index in early for index in range(len(graph)))
     forward = tuple(index for index in order if is_forward[index])
-    return Training(graph, order, forward, tuple(is_forward))
+    return Training(graph, order, forward, tuple(is_forward), check)
 
 
-def trainings(graph: Graph) -> Iterator[Training]:
+def trainings(graph: Graph, check: Callable[[], None] = never) -> Iterator[Training]:
     """The graph in its given order and, if it differs, in ``memory_order``."""
     given = tuple(range(len(graph)))
-    yield training(graph, given)
-    order = memory_order(graph)
+    yield training(graph, given, check)
+    order = memory_order(graph, check)
     if order != given:
-        yield training(graph, order)
+        yield training(graph, order, check)
 
 
 def segment_sizes(training: Training) -> Iterator[float]:
@@ -83,6 +86,16 @@ def segment_sizes(training: Training) -> Iterator[float]:
     least = min((size for size in sizes if size), default=1)
     for step in range(_SIZES):
         yield total * (least / total) ** (step / (_SIZES - 1))
+
+
+def keep_each(training: Training, choices: Iterable[frozenset[int]]) -> Iterator[Schedule | None]:
+    """The schedule of each choice of values to keep that differs from those before it."""
+    seen: set[frozenset[int]] = set()
+    for kept in choices:
+        training.check()
+        if kept not in seen:
+            seen.add(kept)
+            yield keep(training, kept)
 
 
 def keep(training: Training, kept: Collection[int]) -> Schedule | None:
@@ -145,6 +158,7 @@ def derive(training: Training, segment: Sequence[int], keeps: Keeps) -> Schedule
                 made[node] = now
 
     for node in training.order:
+        training.check()
         inputs = [value for value in predecessors[node] if is_forward[value]]
         if is_forward[node]:
             # What the last segment makes and reads is still there when the

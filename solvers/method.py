@@ -88,6 +88,10 @@ class Outcome:
     message: str = ""
 
 
+class StoppedError(Exception):
+    """The monitor said stop in the middle of something: what it was making is not there."""
+
+
 class Monitor:
     """Carries time, interruption and progress between ``solve`` and a method.
 
@@ -187,6 +191,15 @@ class Monitor:
     def should_stop(self) -> bool:
         """Whether the method should return now."""
         return self._finish.is_set() or self.interrupted()
+
+    def check(self) -> None:
+        """Ends what is being made, if the method should return now.
+
+        Raises:
+          StoppedError: for who asked for it.
+        """
+        if self.should_stop():
+            raise StoppedError
 
     def interrupted(self) -> bool:
         """Whether the method was stopped, or has no time left."""

@@ -57,7 +57,7 @@ def openai(problem: Problem, monitor: Monitor) -> Outcome:
     choose = _chooser(problem.graph, problem.options)
 
     def schedules() -> Iterator[Schedule | None]:
-        for training in trainings(problem.graph):
+        for training in trainings(problem.graph, monitor.check):
             yield keep(training, choose(training))
 
     return best_schedule(problem, monitor, schedules())

@@ -18,12 +18,13 @@ nodes and a lookahead of d runs; a second for 5,000 nodes.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from itertools import product
 from math import prod
 
 from .graph import Graph
-from .schedule import Schedule, simulate
+from .schedule import Schedule, never, simulate
 
 # How many ready nodes are tried, and for how many runs each is followed.  No
 # pair is best on every graph, and each is cheap: all are run, the best order wins.
@@ -32,8 +33,12 @@ _LOOKAHEADS = (1, 2, 4, 8)
 _WORK = 5_000_000  # (nodes + edges) x window x lookahead, summed over pairs: seconds
 
 
-def memory_order(graph: Graph) -> Schedule:
+def memory_order(graph: Graph, check: Callable[[], None] = never) -> Schedule:
     """A schedule that runs every node once, with a low peak.
+
+    Args:
+      graph: the graph.
+      check: called now and then; what it raises ends the search.
 
     Returns:
       The given order, or the best order found if its peak is lower.
@@ -41,11 +46,11 @@ def memory_order(graph: Graph) -> Schedule:
     given = tuple(range(len(graph)))
     found, work = [given], 0
     for window, lookahead in sorted(product(_WINDOWS, _LOOKAHEADS), key=prod):
-        found.append(_list_schedule(graph, window, lookahead))
+        found.append(_list_schedule(graph, window, lookahead, check))
         work += (len(graph) + len(graph.edges)) * window * lookahead
         if work > _WORK:
             break
-    return min(found, key=lambda schedule: simulate(graph, schedule).peak)
+    return min(found, key=lambda schedule: simulate(graph, schedule, check).peak)
 
 
 def last_stages(graph: Graph) -> list[int]:
@@ -56,7 +61,9 @@ def last_stages(graph: Graph) -> list[int]:
     return last
 
 
-def _list_schedule(graph: Graph, window: int, lookahead: int) -> Schedule:
+def _list_schedule(
+    graph: Graph, window: int, lookahead: int, check: Callable[[], None]
+) -> Schedule:
     state = _State(graph)
     # Sources wait until just before the first node that reads them.
     ranks = [
@@ -70,6 +77,7 @@ def _list_schedule(graph: Graph, window: int, lookahead: int) -> Schedule:
     schedule: list[int] = []
     peak = 0
     while ready:
+        check()
         if shrinking:
             node = heappop(shrinking)[1]
             if done[node]:

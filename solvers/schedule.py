@@ -9,12 +9,14 @@ TensorFlow's own reference counting.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .graph import Graph
 
 Schedule = tuple[int, ...]
+
+_STRIDE = 4096  # events between checks
 
 
 class ScheduleError(ValueError):
@@ -39,11 +41,22 @@ class Simulation:
     last_use: tuple[int, ...]
 
 
-def simulate(graph: Graph, schedule: Sequence[int]) -> Simulation:
+def never() -> None:
+    """A check that ends nothing."""
+
+
+def simulate(
+    graph: Graph, schedule: Sequence[int], check: Callable[[], None] = never
+) -> Simulation:
     """Runs a schedule on paper, in exact integers.  O(events + reads).
 
     A node with ``forward`` takes over the buffer of that input, instead of
     allocating its own, where it is the last use of that copy.
+
+    Args:
+      graph: the graph.
+      schedule: indices of its nodes.
+      check: called now and then; what it raises ends the simulation.
 
     Raises:
       ScheduleError: if the schedule is not legal for the graph.
@@ -52,7 +65,7 @@ def simulate(graph: Graph, schedule: Sequence[int]) -> Simulation:
     count, length = len(nodes), len(schedule)
     newest = [-1] * count  # event that made the newest copy of each node
     last_use = list(range(length))
-    reads: list[list[int]] = []  # for each event, the copies it reads
+    taken: dict[int, int] = {}  # the copy whose buffer an event may take over
     writers: dict[int, list[int]] = {}
     for reader, writer in graph.order:
         writers.setdefault(reader, []).append(writer)
@@ -64,7 +77,8 @@ def simulate(graph: Graph, schedule: Sequence[int]) -> Simulation:
             raise ScheduleError(
                 f"event {event}: node {index} ({nodes[index].name}) must run exactly once"
             )
-        copies = []
+        if not event % _STRIDE:
+            check()
         for producer in predecessors[index]:
             copy = newest[producer]
             if copy < 0:
@@ -73,14 +87,15 @@ def simulate(graph: Graph, schedule: Sequence[int]) -> Simulation:
                     f"({nodes[producer].name}), which has not run"
                 )
             last_use[copy] = event
-            copies.append(copy)
         for writer in writers.get(index, ()):
             if newest[writer] >= 0:
                 raise ScheduleError(
                     f"event {event}: node {index} ({nodes[index].name}) must run before node "
                     f"{writer} ({nodes[writer].name}) overwrites what it reads"
                 )
-        reads.append(copies)
+        forward = nodes[index].forward
+        if forward is not None:
+            taken[event] = newest[forward]
         newest[index] = event
     for index in range(count):
         if newest[index] < 0:
@@ -93,14 +108,15 @@ def simulate(graph: Graph, schedule: Sequence[int]) -> Simulation:
     freed: list[int] = [0] * length
     held, memory = graph.resident, []
     for event, index in enumerate(schedule):
+        if not event % _STRIDE:
+            check()
         node = nodes[index]
         allocated = node.bytes
-        if node.forward is not None:
-            copy = next(c for c in reads[event] if schedule[c] == node.forward)
-            if last_use[copy] == event and copy not in held_to_end:
-                # The buffer changes hands: it is neither allocated nor freed.
-                allocated = 0
-                freed[event] -= node.bytes
+        source = taken.get(event)
+        if source is not None and last_use[source] == event and source not in held_to_end:
+            # The buffer changes hands: it is neither allocated nor freed.
+            allocated = 0
+            freed[event] -= node.bytes
         freed[last_use[event]] += node.bytes
         memory.append(held + allocated + node.workspace)
         held += allocated - freed[event]

@@ -334,6 +334,8 @@ class _Judge:
     def schedule(self, schedule: Schedule) -> None:
         """Receives a proposed schedule."""
         schedule = tuple(map(int, schedule))
+        if schedule == self._best:  # told again
+            return
         truth = simulate(self.problem.graph, schedule)
         within = truth.peak <= self.problem.budget
         if overhead(self.problem.graph, truth.cost) > self._most_overhead:

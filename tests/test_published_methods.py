@@ -305,3 +305,20 @@ def test_thousands_of_nodes() -> None:
     budget = plain_peak(graph) // 2
     for method in HEURISTICS[1:]:
         assert overhead(graph, run(method, graph, budget)) <= 0.5
+
+
+@pytest.mark.parametrize("method", HEURISTICS)
+def test_a_stop_does_not_wait_for_the_schedule_that_is_being_made(method: Method) -> None:
+    class Stopping(Monitor):
+        looks = 0
+
+        def should_stop(self) -> bool:
+            self.looks += 1
+            return self.looks > 900
+
+    graph = unit_chain(400, reads=2)
+    proposed: list[Schedule] = []
+    monitor = Stopping(on_schedule=proposed.append)
+    method(Problem(graph, plain_peak(graph) // 2), monitor)
+    assert 900 < monitor.looks < 910
+    assert len(proposed) <= 3
