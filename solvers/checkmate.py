@@ -104,6 +104,8 @@ def checkmate(problem: Problem, monitor: Monitor) -> Outcome:
         if known is None:
             return Outcome(None, message="no schedule that keeps the given order fits")
         return Outcome(problem.start, message="no schedule that keeps the given order is cheaper")
+    if solution.values is None and solution.bound == -np.inf:
+        return Outcome(None, message="time was up before the solver had a schedule or a bound")
     schedule = None if solution.values is None else decode(program, solution.values)
     bound = max(0.0, solution.bound - 100)
     return Outcome(
@@ -142,6 +144,8 @@ def formulate(
     runs = np.full((stages, stages), -1)
     held = np.full((stages, stages), -1)
     for t in range(stages):
+        if monitor.should_stop():
+            return None
         for i in np.flatnonzero(may_run[t]).tolist():
             cost = graph.nodes[i].cost * to_percent if i < count else 0.0
             runs[t, i] = builder.variable(cost, lower=float(i == t))  # (1)

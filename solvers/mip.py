@@ -13,11 +13,13 @@ import contextlib
 import importlib.util
 import io
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -31,7 +33,9 @@ from .method import Problem
 
 BACKENDS = ("cbc", "highs")
 
-_GRACE = 0.5  # seconds past its limit after which a solver is ended
+# A solver that is ended loses what it has found, so it is to end by itself before that:
+# with a share of its time left, at most so many seconds.
+_EARLY, _MOST_EARLY = 0.1, 1.0
 _TICK = 0.02  # seconds between looks at it
 
 
@@ -62,18 +66,21 @@ class Builder:
     """Collects variables and rows, then makes a ``Formulation`` of them."""
 
     def __init__(self) -> None:
-        self._variables: list[tuple[float, float, float, bool]] = []
-        self._row: list[int] = []
-        self._column: list[int] = []
-        self._value: list[float] = []
-        self._bounds: list[tuple[float, float]] = []
+        # Not lists: a program has millions of numbers, and is made while time runs.
+        self._cost, self._lower, self._upper = array("d"), array("d"), array("d")
+        self._integer = array("b")
+        self._row, self._column, self._value = array("i"), array("i"), array("d")
+        self._row_lower, self._row_upper = array("d"), array("d")
 
     def variable(
         self, cost: float = 0.0, lower: float = 0.0, upper: float = 1.0, integer: bool = True
     ) -> int:
         """Adds a variable (binary unless told); returns its column."""
-        self._variables.append((cost, lower, upper, integer))
-        return len(self._variables) - 1
+        self._cost.append(cost)
+        self._lower.append(lower)
+        self._upper.append(upper)
+        self._integer.append(integer)
+        return len(self._cost) - 1
 
     def constraint(
         self,
@@ -82,27 +89,26 @@ class Builder:
         upper: float = np.inf,
     ) -> None:
         """Adds ``lower <= sum of coefficient x variable <= upper``."""
-        row = len(self._bounds)
+        row = len(self._row_lower)
         for coefficient, column in terms:
             self._row.append(row)
             self._column.append(column)
             self._value.append(coefficient)
-        self._bounds.append((lower, upper))
+        self._row_lower.append(lower)
+        self._row_upper.append(upper)
 
     def build(self) -> Formulation:
         """The formulation."""
-        cost, lower, upper, integer = zip(*self._variables, strict=True)
-        bounds = np.array(self._bounds, float).reshape(-1, 2)
         return Formulation(
-            cost=np.array(cost, float),
-            lower=np.array(lower, float),
-            upper=np.array(upper, float),
-            integer=np.array(integer, bool),
+            cost=np.array(self._cost),
+            lower=np.array(self._lower),
+            upper=np.array(self._upper),
+            integer=np.array(self._integer, bool),
             row=np.array(self._row, np.int32),
             column=np.array(self._column, np.int32),
-            value=np.array(self._value, float),
-            row_lower=bounds[:, 0],
-            row_upper=bounds[:, 1],
+            value=np.array(self._value),
+            row_lower=np.array(self._row_lower),
+            row_upper=np.array(self._row_upper),
         )
 
 
@@ -180,7 +186,8 @@ def solve_mip(
 
     Args:
       formulation: the program.
-      time_limit: seconds.
+      time_limit: seconds, from now on; then the solver is ended, as by ``should_stop``.
+        It is told to end a little earlier.
       backend: "cbc" or "highs"; None for ``default_backend()``.
       relative_gap: between objective and bound at which to stop.
       should_stop: asked often; once true, the solver is ended and what it had
@@ -192,13 +199,19 @@ def solve_mip(
     """
     backend = backend or default_backend()
     _check(backend)
+    until = time.monotonic() + time_limit
+    early = min(_EARLY * time_limit, _MOST_EARLY)
+    deadline = time.time() + time_limit - early  # on a clock that all processes share
     question = io.BytesIO()
-    np.savez(question, time_limit=time_limit, relative_gap=relative_gap, **vars(formulation))
-    until = time.monotonic() + time_limit + _GRACE
+    np.savez(question, deadline=deadline, relative_gap=relative_gap, **vars(formulation))
     child = _waiting(backend)
     with ThreadPoolExecutor(1, "remat-mip") as pool:
         job = pool.submit(child.ask, question.getvalue())
+        told = backend != "cbc"
         while not wait([job], _TICK).done:
+            if not told and time.monotonic() > until - early:
+                told = True
+                child.tell()
             if should_stop() or time.monotonic() > until:
                 child.end()
                 return Solution("stopped", None, None, -np.inf)
@@ -265,6 +278,10 @@ class _Child:
         except BrokenPipeError:
             return None
         return read_message(process.stdout)
+
+    def tell(self) -> None:
+        """Tells CBC to end: its own limit is in seconds of the processor, which it may share."""
+        self._process.send_signal(signal.SIGINT)
 
     def alive(self) -> bool:
         """Whether the process is there; another may have ended it while it was idle."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -65,7 +67,7 @@ def cbc(problem: Mapping[str, np.ndarray]) -> Answer:
     simplex.copyInIntegerInformation(problem["integer"].astype(np.uint8))
     search = simplex.getCbcModel()
     search.logLevel = 0
-    search.maximumSeconds = float(problem["time_limit"])
+    search.maximumSeconds = _seconds_left(problem)
     search.allowableFractionGap = float(problem["relative_gap"])
     search.solve()
     # What its preprocessing alone solves is not counted among the solutions.
@@ -88,7 +90,7 @@ def highs(problem: Mapping[str, np.ndarray]) -> Answer:
         bounds=Bounds(problem["lower"], problem["upper"]),
         constraints=LinearConstraint(_matrix(problem), problem["row_lower"], problem["row_upper"]),
         options={
-            "time_limit": float(problem["time_limit"]),
+            "time_limit": _seconds_left(problem),
             "mip_rel_gap": float(problem["relative_gap"]),
         },
     )
@@ -105,6 +107,11 @@ def highs(problem: Mapping[str, np.ndarray]) -> Answer:
 _SOLVERS: dict[str, Callable[[Mapping[str, np.ndarray]], Answer]] = {"cbc": cbc, "highs": highs}
 
 
+def _seconds_left(problem: Mapping[str, np.ndarray]) -> float:
+    """Seconds to the deadline: starting, reading and setting up have taken some."""
+    return max(0.0, float(problem["deadline"]) - time.time())
+
+
 def _matrix(problem: Mapping[str, np.ndarray]) -> csc_matrix:
     shape = (len(problem["row_lower"]), len(problem["cost"]))
     return csc_matrix((problem["value"], (problem["row"], problem["column"])), shape)
@@ -116,6 +123,7 @@ def main() -> None:
     # CBC writes to standard output from C.
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # but while CBC, which heeds it, works
     solver = _SOLVERS[sys.argv[1]]
     while (question := read_message(sys.stdin.buffer)) is not None:
         with np.load(io.BytesIO(question), allow_pickle=False) as problem:

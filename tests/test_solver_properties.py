@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from dags import graphs, optimum, plain_peak, unit_chain
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from remat.solvers import Graph, Node, Result, Status, frontier, simulate, solve
 from remat.solvers.floor import precedence
 from remat.solvers.method import Monitor, Problem
-from remat.solvers.mip import solve_mip
+from remat.solvers.mip import BACKENDS, Builder, solve_mip
 from remat.solvers.moments import decode, formulate, refine_order
 from remat.solvers.solving import METHODS, OPTIMAL_GAP
 
@@ -287,6 +288,27 @@ def test_no_schedule_is_below_the_proven_floor(graph: Graph) -> None:
         assert result.status is Status.INFEASIBLE
         assert optimum(graph, result.floor - 1) == math.inf
         assert result.least_budget >= result.floor
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_solver_gives_what_it_has_found_when_time_is_up(backend: str) -> None:
+    """A knapsack of 100 things and 5 limits: easy to fill, hard to prove full."""
+    random = np.random.default_rng(0)
+    sizes = random.integers(1, 1000, (5, 100))
+    builder = Builder()
+    things = [builder.variable(-float(worth)) for worth in sizes.mean(0)]
+    for row in sizes:
+        builder.constraint(list(zip(map(float, row), things, strict=True)), upper=row.sum() / 2)
+    monitor = Monitor(10.0)
+    solution = solve_mip(
+        builder.build(),
+        time_limit=monitor.remaining(),
+        backend=backend,
+        should_stop=monitor.should_stop,
+    )
+    assert solution.status == "feasible"
+    assert solution.objective is not None
+    assert -np.inf < solution.bound < solution.objective < 0
 
 
 @pytest.mark.parametrize("budget", range(4, 9))
