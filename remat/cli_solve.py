@@ -129,7 +129,7 @@ def _solve(arguments: argparse.Namespace) -> int:
         simulate,
         solve,
     )
-    from .solvers.files import check_writable, is_replaced
+    from .solvers.files import check_writable, is_replaced, is_standard_output
 
     graph = load_graph(arguments.graph)
     if arguments.output is not None:
@@ -177,7 +177,9 @@ def _solve(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         plan.save(arguments.output)
     if arguments.log == "text":
-        print(plan.summary())
+        # What reads the plan from standard output is to get nothing else.
+        apart = arguments.output is not None and is_standard_output(arguments.output)
+        print(plan.summary(), file=sys.stderr if apart else sys.stdout)
     return INTERRUPTED if result.status is Status.INTERRUPTED else DONE
 
 

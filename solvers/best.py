@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from .method import ROUNDING, Monitor, Outcome, Problem, StoppedError
 from .schedule import Schedule, never, simulate
 
+_COST_ONLY = ("checkmate", "lp_rounding", "moments")
+
 
 class Best:
     """The best of the schedules offered that does what the problem asks.
@@ -88,6 +90,20 @@ def dearest_cost(problem: Problem) -> float:
     if problem.max_overhead is None:
         return math.inf
     return (1 + problem.max_overhead + ROUNDING) * problem.graph.cost
+
+
+def check_minimizes_cost(problem: Problem, solver: str) -> None:
+    """Refuses to minimize the peak, for a solver that cannot.
+
+    Raises:
+      ValueError: naming those that cannot either; all others can.
+    """
+    if problem.minimize != "cost":
+        others = " and ".join(name for name in _COST_ONLY if name != solver)
+        raise ValueError(
+            f"the solver {solver} minimizes the cost only, as do {others}; "
+            'choose "auto", or any other, to minimize the peak'
+        )
 
 
 def check_options(problem: Problem, *known: str) -> None:

@@ -48,6 +48,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .best import check_minimizes_cost
 from .graph import Graph
 from .method import Monitor, Outcome, Problem
 from .mip import Builder, Formulation, check_backend, solve_mip
@@ -83,10 +84,9 @@ def checkmate(problem: Problem, monitor: Monitor) -> Outcome:
     the bound is told in the message and is no ``lower_bound``.
     """
     check_backend(problem)
+    check_minimizes_cost(problem, "checkmate")
     if size(problem.graph) > _LARGEST:
         return Outcome(None, message=TOO_LARGE)
-    if problem.minimize != "cost":
-        return Outcome(None, message='checkmate minimizes the cost; "anneal" finds the least peak')
     graph, known = problem.graph, None
     if problem.start is not None:
         start = simulate(graph, problem.start)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -52,9 +54,30 @@ def _replacing(path: str | os.PathLike[str]) -> Iterator[TextIO]:
 @contextlib.contextmanager
 def _going_on(path: str | os.PathLike[str]) -> Iterator[TextIO]:
     descriptor = _open_already(path)
-    target = path if descriptor is None else os.dup(descriptor)
+    if descriptor is not None:
+        target: int | str | os.PathLike[str] = os.dup(descriptor)
+    else:
+        target = _open_pipe(path) if Path(path).is_fifo() else path
     with open(target, "w", encoding="utf-8", newline="") as file:
         yield file
+
+
+def _open_pipe(path: str | os.PathLike[str]) -> int:
+    """A descriptor for a named pipe; who has to wait for its other end is told so."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        warnings.warn(f"{path} is a pipe that nobody reads yet; waiting for a reader", stacklevel=2)
+        return os.open(path, os.O_WRONLY)
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def is_standard_output(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is ``/dev/stdout``, or a name for that."""
+    return _open_already(path) == 1
 
 
 def is_replaced(path: str | os.PathLike[str]) -> bool:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .best import Best
+from .best import Best, check_minimizes_cost
 from .checkmate import TOO_LARGE, formulate, size
 from .graph import Graph
 from .method import Monitor, Outcome, Problem
@@ -48,8 +48,7 @@ def lp_rounding(problem: Problem, monitor: Monitor) -> Outcome:
       backend: "cbc" or "highs"; by default as ``mip`` chooses.
     """
     check_backend(problem)
-    if problem.minimize != "cost":
-        return Outcome(None, message="lp_rounding minimizes the cost, not the peak")
+    check_minimizes_cost(problem, "lp_rounding")
     graph = problem.graph
     if size(graph) > _LARGEST:
         return Outcome(None, message=TOO_LARGE)

@@ -67,6 +67,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .best import check_minimizes_cost
 from .floor import Precedence, first_run_bytes, given_order
 from .graph import Graph
 from .method import Monitor, Outcome, Problem
@@ -121,8 +122,7 @@ class Stages:
 def moments(problem: Problem, monitor: Monitor) -> Outcome:
     """Refines until the best schedule is found and proven; see the module."""
     check_backend(problem)
-    if problem.minimize != "cost":
-        return Outcome(None, message="moments minimizes the cost, not the peak")
+    check_minimizes_cost(problem, "moments")
     refine(problem, monitor, monitor.found)
     return Outcome(None)
 

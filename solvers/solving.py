@@ -138,7 +138,7 @@ def solve(
 
     Raises:
       ValueError: if an argument is not valid, or the solver does not know an
-        option.
+        option or cannot minimize the peak.
       ScheduleError: if ``start`` is not a legal schedule of the graph.
 
     Example:

@@ -66,11 +66,9 @@ def test_a_plan_goes_into_a_file_that_is_open_already(chain: Path, tmp_path: Pat
     command = [*REMAT, "solve", str(chain), "--budget", "60%", "-o", "/dev/stdout"]
     with log.open("a") as file:
         subprocess.run(command, stdout=file, check=True)
-    lines = log.read_text().splitlines()
-    assert lines[0] == "before"
-    assert [json.loads(line)["format"] for line in lines if line.startswith("{")] == [
-        "remat-plan/1"
-    ]
+    before, plan = log.read_text().splitlines()
+    assert before == "before"
+    assert json.loads(plan)["format"] == "remat-plan/1"
     assert {path.name for path in tmp_path.iterdir()} == {"chain.json", "log.txt"}
 
 
@@ -120,6 +118,19 @@ def test_links_and_pipes_stay_what_they_are(chain: Path, tmp_path: Path) -> None
     assert pipe.is_fifo()
     assert os.read(reader, 1 << 16).startswith(b'{"format": "remat-plan/1"')
     os.close(reader)
+
+
+def test_a_pipe_without_a_reader_is_waited_for_and_that_is_said(
+    chain: Path, tmp_path: Path
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    command = [*REMAT, "solve", str(chain), "--budget", "50%", "-o", str(pipe)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "pipe is a pipe that nobody reads yet" in process.stderr.readline()
+        assert Plan.load(pipe, load_graph(chain)).budget > 0
+        assert process.wait() == 0
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from remat.solvers.solving import METHODS, OPTIMAL_GAP
 
 # OR-tools cannot share a process with TensorFlow: "moccasin" is in test_published_methods.
 AVAILABLE = [name for name in METHODS if name != "moccasin"]
-COST_ONLY = {"checkmate", "lp_rounding", "moments", "gap_cover"}
+COST_ONLY = {"checkmate", "lp_rounding", "moments"}
 PARTS = st.sampled_from([1.0, 0.9, 0.75, 0.6, 0.45])
 
 
@@ -359,6 +359,13 @@ def test_every_property_of_a_graph_is_honoured(solver: str) -> None:
         runs = [result.schedule.count(index) for index in range(len(graph))]
         assert runs[2] == runs[5] == 1
         assert 1 not in result.schedule[result.schedule.index(5) :]
+
+
+@pytest.mark.parametrize("solver", sorted(COST_ONLY))
+@pytest.mark.parametrize("budget", ["1%", "100%"])
+def test_who_cannot_minimize_the_peak_says_so(solver: str, budget: str) -> None:
+    with pytest.raises(ValueError, match=f'{solver} minimizes the cost only.* choose "auto"'):
+        solve(unit_chain(8, reads=2), budget, solver=solver, minimize="peak")
 
 
 @pytest.mark.parametrize("solver", [name for name in AVAILABLE if name not in COST_ONLY])
