@@ -47,5 +47,5 @@ setup(
             "ipykernel>=6.29",
         ],
     },
-    entry_points={"console_scripts": ["remat=remat.cli:main"]},
+    entry_points={"console_scripts": ["remat=remat.__main__:main"]},
 )

@@ -1,8 +1,18 @@
-"""``python -m remat``: the same as the command ``remat``."""
+"""The command ``remat``, also as ``python -m remat``."""
 
 import sys
 
-from .cli import main
+
+def main() -> int:
+    """Runs the command line; Ctrl-C is answered in a line while that is still imported, too."""
+    try:
+        from . import cli
+
+        return cli.main()
+    except KeyboardInterrupt:
+        print("remat: interrupted", file=sys.stderr)
+        return 130
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from . import __version__, cli_profile, cli_solve, cli_sweep, cli_trace
 
-DONE, BAD_INPUT, INFEASIBLE, INTERRUPTED = 0, 2, 3, 130
+DONE, BAD_INPUT, INFEASIBLE, INTERRUPTED = 0, 2, 3, 130  # see __main__ for Ctrl-C
 
 _DESCRIPTION = """\
 Train networks that do not fit in memory: find the cheapest order of
@@ -56,5 +56,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             reason = f"{error.filename}: {error.strerror}"
         print(f"remat: error: {reason}", file=sys.stderr)
         return BAD_INPUT
-    except KeyboardInterrupt:
-        return INTERRUPTED

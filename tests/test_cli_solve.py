@@ -268,6 +268,19 @@ def test_a_signal_keeps_the_best_and_ends_with_130(number: int, hard: Path, tmp_
     assert loaded.peak <= loaded.budget
 
 
+@pytest.mark.parametrize("moment", ["argparse", "numpy", "remat.solvers.graph"])
+def test_an_interrupt_of_the_imports_is_one_line(moment: str, chain: Path) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "remat", "solve", chain, "--budget", "50%"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while f" {moment}" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        said = [line for line in process.stderr if not line.startswith("import time:")]
+        assert process.wait() == 130
+    assert said == ["remat: interrupted\n"]
+
+
 def test_a_killed_solve_leaves_a_plan_that_a_later_one_goes_on_from(
     hard: Path, tmp_path: Path
 ) -> None:
