@@ -129,6 +129,7 @@ def _solve(arguments: argparse.Namespace) -> int:
         simulate,
         solve,
     )
+    from .solvers.budget import parse_budget
     from .solvers.files import check_writable, is_replaced, is_standard_output
 
     graph = load_graph(arguments.graph)
@@ -136,13 +137,15 @@ def _solve(arguments: argparse.Namespace) -> int:
         if os.path.realpath(arguments.output) == os.path.realpath(arguments.graph):
             raise ValueError(f"-o {arguments.output} is the graph, which a plan would replace")
         check_writable(arguments.output)
-    start = None
+    start, bound = None, 0.0
     if arguments.warm_start is not None:
         # Costs and resident bytes may have been measured anew since.
         plan = Plan.load(arguments.warm_start)
         if plan.graph != graph.fingerprint:
             raise PlanError(f"{arguments.warm_start}: the plan was made for another graph")
         start = plan.schedule
+        plain_peak = simulate(graph, range(len(graph))).peak
+        bound = plan.bound_for(graph, parse_budget(arguments.budget, plain_peak))
         try:
             simulate(graph, start)
         except ScheduleError as error:
@@ -159,6 +162,7 @@ def _solve(arguments: argparse.Namespace) -> int:
         "seed": arguments.seed,
         "workers": arguments.workers,
         "start": start,
+        "lower_bound": bound,
         "progress": report,
     }
     options = dict(map(_option, arguments.option))

@@ -329,7 +329,8 @@ def follow(
     graph = prepared.extraction.graph
     plan = result.to_plan(graph)
     gap = None if bound is None else (plan.cost - bound) / (graph.cost or 1.0)
-    plan = replace(plan, budget=budget, lower_bound=bound, gap=gap)
+    # The bound is that of another target, so no later solve may begin with it.
+    plan = replace(plan, budget=budget, lower_bound=bound, gap=gap, bound_budget=None)
     return _carry_out(prepared, plan, result.budget, ceiling, seed)
 
 

@@ -136,6 +136,16 @@ class Graph:
         ]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
+    @cached_property
+    def priced_fingerprint(self) -> str:
+        """A digest of all that decides what a schedule costs and holds; names do not."""
+        content = [
+            self.fingerprint,
+            [[node.cost, node.workspace] for node in self.nodes],
+            self.resident,
+        ]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
     def reordered(self, order: Sequence[int]) -> Graph:
         """The same graph with its nodes in another topological order: node ``order[i]``
         becomes node i.

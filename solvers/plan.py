@@ -5,11 +5,14 @@ File format ``remat-plan/1`` (JSON)::
     {"format": "remat-plan/1", "graph": "<fingerprint>", "graph_name": "vgg16",
      "steps": [0, 1, 2, 1, 3], "budget": 8192, "peak": 8000,
      "cost": 0.5, "overhead": 0.02, "lower_bound": 0.49, "gap": 0.001,
+     "bound_budget": 8192, "priced": "<digest>",
      "solver": "auto", "status": "feasible", "seconds": 3.1,
      "message": "...", "details": {}}
 
 ``steps`` is the schedule.  ``graph_name``, ``message`` and ``details`` may be
-left out; ``lower_bound`` and ``gap`` may be null.
+left out; ``lower_bound`` and ``gap`` may be null.  ``priced`` (a digest of the
+graph with its costs) and ``bound_budget`` say what ``lower_bound`` holds for;
+without them, as in older files, it is for people only.
 """
 
 from __future__ import annotations
@@ -53,6 +56,8 @@ class Plan:
       message: one sentence for people.
       graph_name: for people.
       details: JSON values that a user of the plan wants kept with it.
+      bound_budget: bytes within which every schedule takes ``lower_bound``, or None.
+      priced: priced fingerprint of the graph that ``lower_bound`` was proven for, or "".
     """
 
     graph: str
@@ -69,6 +74,16 @@ class Plan:
     message: str = ""
     graph_name: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
+    bound_budget: int | None = None
+    priced: str = ""
+
+    def bound_for(self, graph: Graph, budget: int) -> float:
+        """Seconds that every schedule of a graph within a budget takes, as far as it was
+        proven with this plan: 0 if it was not, or for other costs or a smaller budget."""
+        if self.lower_bound is None or self.bound_budget is None:
+            return 0.0
+        same = self.priced == graph.priced_fingerprint
+        return self.lower_bound if same and budget <= self.bound_budget else 0.0
 
     def summary(self) -> str:
         """The figures, as a short text."""
@@ -140,6 +155,8 @@ class Plan:
             "overhead": self.overhead,
             "lower_bound": self.lower_bound,
             "gap": self.gap,
+            "bound_budget": self.bound_budget,
+            "priced": self.priced,
             "solver": self.solver,
             "status": self.status,
             "seconds": self.seconds,
@@ -177,6 +194,12 @@ class Plan:
             message=_field(document, "message", str, ""),
             graph_name=_field(document, "graph_name", str, ""),
             details=_field(document, "details", dict, {}),
+            bound_budget=(
+                None
+                if document.get("bound_budget") is None
+                else _field(document, "bound_budget", int)
+            ),
+            priced=_field(document, "priced", str, ""),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -84,6 +84,7 @@ class Result:
         peak was minimized, that every schedule of that peak takes.
       gap: how far ``overhead`` is above that of ``lower_bound``
         (0.001 is a tenth of a percentage point).
+      bound_budget: bytes that the peak of these schedules may reach.
       budget: bytes that the peak may reach.
       floor: bytes below which no schedule exists, proven.
       floor_nodes: indices of the nodes whose run needs those bytes.
@@ -100,6 +101,7 @@ class Result:
     peak: int | None
     overhead: float | None
     lower_bound: float
+    bound_budget: int
     gap: float | None
     budget: int
     floor: int
@@ -137,6 +139,8 @@ class Result:
             cost=self.cost,
             overhead=self.overhead,
             lower_bound=self.lower_bound,
+            bound_budget=self.bound_budget,
+            priced=graph.priced_fingerprint,
             gap=self.gap,
             solver=self.solver,
             status=str(self.status),

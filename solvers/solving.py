@@ -100,6 +100,7 @@ def solve(
     seed: int = 0,
     workers: int | None = None,
     start: Sequence[int] | None = None,
+    lower_bound: float = 0.0,
     progress: Callable[[Result], None] | None = None,
     **options: Any,
 ) -> Result:
@@ -125,6 +126,8 @@ def solve(
         of ``anneal``) give the same result; a time limit alone does not.
       workers: processors to use; None for all that this process may use.
       start: a schedule to improve on; it need not be within the budget.
+      lower_bound: seconds that every schedule within ``budget`` is known to take, as
+        proven before (``Plan.bound_for``).
       progress: called with the best so far whenever it or the bound improves
         (and at least once a second), and with the result, from the thread that
         called ``solve``.
@@ -158,7 +161,12 @@ def solve(
     for name, value in (("seed", seed), ("workers", workers)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
             raise ValueError(f"{name} is {value!r}; it must be a whole number")
-    numbers = (("time_limit", time_limit), ("max_overhead", max_overhead), ("max_gap", max_gap))
+    numbers = (
+        ("time_limit", time_limit),
+        ("max_overhead", max_overhead),
+        ("max_gap", max_gap),
+        ("lower_bound", lower_bound),
+    )
     for name, number in numbers:
         if number is not None and (isinstance(number, bool) or not isinstance(number, Real)):
             raise ValueError(f"{name} is {number!r}; it must be a number or None")
@@ -166,6 +174,8 @@ def solve(
         raise ValueError(f"time_limit is {time_limit} seconds; it must be above 0 and finite")
     if max_overhead is not None and not max_overhead >= 0:
         raise ValueError(f"max_overhead is {max_overhead}; it must be a fraction >= 0 or None")
+    if lower_bound is None or not 0 <= lower_bound < math.inf:
+        raise ValueError(f"lower_bound is {lower_bound}; it must be seconds >= 0 and finite")
     if max_gap is None or not max_gap >= 0:
         raise ValueError(f"max_gap is {max_gap}; it must be a fraction >= 0")
     if minimize not in ("cost", "peak"):
@@ -199,6 +209,7 @@ def solve(
         options=options,
     )
     judge.open(problem, monitor)
+    monitor.bounded(lower_bound)
     judge.schedule(given)
     if problem.start is not None:
         judge.schedule(problem.start)
@@ -446,7 +457,8 @@ class _Judge:
             else:
                 status = Status.NOTHING_FOUND if self._best is None else Status.FEASIBLE
             found = self._best is not None
-            if found and self.problem.minimize == "peak":
+            by_peak = self.problem.minimize == "peak"
+            if found and by_peak:
                 peak = (
                     "no schedule has a lower peak (proven)"
                     if status is Status.OPTIMAL
@@ -466,6 +478,7 @@ class _Judge:
                 peak=int(self._peak) if found else None,
                 overhead=overhead(graph, self._cost) if found else None,
                 lower_bound=bound,
+                bound_budget=int(self._peak) if found and by_peak else budget,
                 gap=gap if found else None,
                 budget=budget,
                 floor=self.floor,

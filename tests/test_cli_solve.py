@@ -307,6 +307,30 @@ def test_a_plan_is_a_start_for_the_graph_priced_anew(hard: Path, tmp_path: Path)
     assert Plan.load(better, load_graph(priced)).overhead <= Plan.load(plan, graph).overhead + 1e-9
 
 
+def test_a_plan_brings_its_bound_to_a_solve_of_the_same_graph_and_no_other(
+    chain: Path, tmp_path: Path
+) -> None:
+    plan, again, priced = (tmp_path / f"{name}.json" for name in ("plan", "again", "priced"))
+    once = ("--solver", "anneal", "--option", "moves=1", "--workers", 1, "-o", again)
+    remat("solve", chain, "--budget", "60%", "-o", plan)
+    proven = Plan.load(plan).lower_bound
+    graph = load_graph(chain)
+    assert proven is not None
+    assert proven > graph.cost
+    remat("solve", chain, "--budget", "60%", "--warm-start", plan, *once)
+    assert Plan.load(again, graph).lower_bound == proven
+    remat("solve", chain, "--budget", "70%", "--warm-start", plan, *once)
+    assert Plan.load(again, graph).lower_bound == graph.cost
+    save_graph(replace(graph, resident=1), priced)
+    remat("solve", priced, "--budget", "60%", "--warm-start", plan, *once)
+    assert Plan.load(again).lower_bound == graph.cost
+    old = json.loads(plan.read_text())
+    del old["priced"], old["bound_budget"]
+    plan.write_text(json.dumps(old))
+    remat("solve", chain, "--budget", "60%", "--warm-start", plan, *once)
+    assert Plan.load(again, graph).lower_bound == graph.cost
+
+
 @pytest.mark.skipif(os.name == "nt", reason="process groups")
 def test_a_second_signal_ends_the_command(hard: Path, tmp_path: Path) -> None:
     process = start(hard, tmp_path / "plan.json")

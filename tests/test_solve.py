@@ -66,6 +66,7 @@ HARD = training_graph(120)
         ({"workers": 1.5}, "workers is 1.5; it must be a whole number"),
         ({"start": 5}, "start is 5; it must be a schedule"),
         ({"max_gap": "wide"}, "max_gap is 'wide'; it must be a number"),
+        ({"lower_bound": math.inf}, "lower_bound is inf; it must be seconds"),
         ({"seed": "a"}, "seed is 'a'; it must be a whole number"),
         ({"time_limit": "3"}, "time_limit is '3'; it must be a number"),
         ({"solver": "anneal", "moves": True}, "moves is True"),
