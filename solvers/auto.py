@@ -60,6 +60,9 @@ _SHORT = 0.04  # the same once there is something to polish: more seeds find mor
 # be suggested; of one that polishes.
 _WHOLE, _WHOLE_HOPELESS, _WHOLE_POLISH = 10_000, 1000, 40_000
 _NO_BETTER, _ANEW = 6, 0.3  # annealings that find nothing better; share of the one anew after these
+# Times the budget, one after the other, that an annealing anew is for first: on the way down
+# from a larger budget it comes to other schedules than from the given order.
+_LOOSER = (1.25, 1.0, 1.5, 1.1)
 _ORDER = 0.1  # share of the time that the programs for one order may take
 _MOST_ORDER = 0.4  # the same once they were not solved in less
 _EARLY = 0.15  # share of the time that each heuristic may take
@@ -185,6 +188,7 @@ class _Board:
         self._far, self._vain = self._is_far(simulate(problem.graph, given).peak), False
         self._failed = False  # whether any annealing found nothing within the budget
         self._start_cost = problem.graph.cost
+        self._anews = 0  # annealings from the given order since then
         self._no_better = 0  # annealings since one has found something better
         self.hopeful = True  # that proofs will suggest something
         self._annealing_until = 0.0
@@ -240,7 +244,12 @@ class _Board:
             rank, anew = self._rank, self._no_better >= _NO_BETTER and hot in (_POLISH, _REHEAT)
             if anew:
                 start, hot, seconds = tuple(range(len(problem.graph))), _COLD_START, self._anew
-                self._no_better = 0
+                looser = _LOOSER[self._anews % len(_LOOSER)]
+                self._no_better, self._anews = 0, self._anews + 1
+        if anew and looser > 1:
+            seconds /= 2
+            roomy = replace(problem, budget=int(looser * problem.budget))
+            start = anneal_once(roomy, self.monitor, start, seed, hot, seconds) or start
         found = anneal_once(problem, self.monitor, start, seed, hot, seconds, rescue=anew)
         if found is not None:
             self.offer(found, hot)
