@@ -205,7 +205,7 @@ class _Report:
         self.graph = graph
         self.output = output
         self.as_json = as_json
-        self.live = sys.stderr.isatty() and not as_json
+        self.live = sys.stderr is not None and sys.stderr.isatty() and not as_json
         self.shown = float("-inf")
         self.saved: tuple[int, ...] | None = None
 

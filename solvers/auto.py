@@ -66,6 +66,7 @@ _LOOSER = (1.25, 1.0, 1.5, 1.1)
 _ORDER = 0.1  # share of the time that the programs for one order may take
 _MOST_ORDER = 0.4  # the same once they were not solved in less
 _EARLY = 0.15  # share of the time that each heuristic may take
+_COVER = 0.3  # share of the time for the gap cover, whose start others do better without
 _SHARE = 0.4  # of the time for proofs, if there is one worker only
 _HOPEFUL_SHARE = 0.85  # of one worker's time for proofs, if there are more
 _HOPELESS_SHARE = 0.25  # if they promise little
@@ -94,7 +95,8 @@ def auto(problem: Problem, monitor: Monitor) -> Outcome:
 def _look_at_all(problem: Problem, monitor: Monitor) -> Outcome:
     """Raises UndecidedError if there are too many schedules to look at."""
     if problem.minimize == "peak":
-        return Outcome(least_peak(problem, monitor))
+        leanest = least_peak(problem, monitor)
+        return Outcome(leanest, infeasible=leanest is None)
     schedule = cheapest(problem.graph, problem.budget, monitor)
     if schedule is not None:
         return Outcome(schedule, simulate(problem.graph, schedule).cost)
@@ -134,7 +136,7 @@ def _prove(board: _Board) -> None:
         return
     prepare(BACKEND, min(2, problem.workers))
     began = monitor.elapsed()
-    bound, start = lower_bound(problem, monitor)
+    bound, start = lower_bound(problem, monitor.part(_COVER * monitor.remaining()))
     monitor.bounded(bound)
     # Where the gap cover proves nothing (random graphs), little more will be proven.
     if bound > problem.graph.cost * (1 + 1e-9):

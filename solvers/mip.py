@@ -20,7 +20,7 @@ import tempfile
 import time
 import warnings
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
@@ -253,20 +253,31 @@ def prepare(backend: str, count: int = 1) -> None:
     idle += [_Child(backend) for _ in range(count - len(idle))]
 
 
+@contextlib.contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """A process started meanwhile is interrupted when it is ready for it, and not before."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class _Child:
     """A process that solves one program after the other; see ``mip_backends``."""
 
     def __init__(self, backend: str) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by end)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.mip_backends", backend],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            # Ctrl-C in a terminal goes to the whole group; the parent decides.
-            start_new_session=True,
-        )
+        with _interrupts_held_back() if backend == "cbc" else contextlib.nullcontext():
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"{__package__}.mip_backends", backend],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                # Ctrl-C in a terminal goes to the whole group; the parent decides.
+                start_new_session=True,
+            )
 
     def ask(self, question: bytes) -> bytes | None:
         """The answer to a program; None if the process ended before it gave one."""

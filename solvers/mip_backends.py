@@ -35,10 +35,11 @@ _CBC = {
     "problem proven infeasible": ("infeasible", "infeasible"),
 }
 _CLP = {0: "optimal", 1: "infeasible", 3: "stopped"}
+_NOT_FEASIBLE = 2  # HiGHS's status, of programs that it refuses, too
 _HIGHS = {
     0: ("optimal", "optimal"),
     1: ("feasible", "stopped"),
-    2: ("infeasible", "infeasible"),
+    _NOT_FEASIBLE: ("infeasible", "infeasible"),
 }
 _NO_INCUMBENT = 1e49  # CBC's objective is 1e50 while it has no solution
 
@@ -94,6 +95,8 @@ def highs(problem: Mapping[str, np.ndarray]) -> Answer:
             "mip_rel_gap": float(problem["relative_gap"]),
         },
     )
+    if result.status == _NOT_FEASIBLE and "Infeasible" not in result.message:
+        raise RuntimeError(f"HiGHS cannot solve this program: {result.message}")
     status = _HIGHS.get(result.status, ("feasible", "stopped"))[result.x is None]
     if status == "infeasible":
         return status, None, np.inf
@@ -120,10 +123,12 @@ def _matrix(problem: Mapping[str, np.ndarray]) -> csc_matrix:
 def main() -> None:
     """Solves the formulations on standard input, until it ends."""
     answers = os.fdopen(os.dup(1), "wb")
+    if sys.argv[1] == "cbc":  # which heeds interrupts while it works; held back until here
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     # CBC writes to standard output from C.
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # but while CBC, which heeds it, works
     solver = _SOLVERS[sys.argv[1]]
     while (question := read_message(sys.stdin.buffer)) is not None:
         with np.load(io.BytesIO(question), allow_pickle=False) as problem:

@@ -78,6 +78,7 @@ from .schedule import Schedule, simulate
 # Gaps to solve to, relative to the whole cost: coarse until the schedule fits.
 _GAPS = (3e-4, 1e-4, 0.0)
 _MOST = 40  # moments
+_FAR_ABOVE = 1e9  # times the room: more is no more impossible, and solvers refuse 1e15
 # Nodes times moments and floats up to which there are any: of nodes that run once; of
 # others, where nothing else is left to do.
 _FLOATING, _MOST_FLOATING = 1000, 10_000
@@ -350,7 +351,8 @@ def formulate(
 
     def at_most_bytes(terms: Sequence[tuple[float, int]], room: int) -> None:
         size = max(1, room)
-        builder.constraint([(b / size, c) for b, c in terms if b], upper=room / size)
+        coefficients = [(min(b / size, _FAR_ABOVE), c) for b, c in terms if b]
+        builder.constraint(coefficients, upper=room / size)
 
     for reader, writer in graph.order:  # (7)
         for k in range(first[writer], end + 1):

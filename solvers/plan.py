@@ -79,9 +79,17 @@ class Plan:
 
     def bound_for(self, graph: Graph, budget: int) -> float:
         """Seconds that every schedule of a graph within a budget takes, as far as it was
-        proven with this plan: 0 if it was not, or for other costs or a smaller budget."""
+        proven with this plan: 0 if it was not, or for other costs or a smaller budget.
+
+        Raises:
+          PlanError: if the plan's own schedule takes less.
+        """
         if self.lower_bound is None or self.bound_budget is None:
             return 0.0
+        if self.lower_bound > self.cost * (1 + _ROUNDING) and self.peak <= self.bound_budget:
+            raise PlanError(
+                f"lower_bound is stated as {self.lower_bound}, but the plan takes {self.cost}"
+            )
         same = self.priced == graph.priced_fingerprint
         return self.lower_bound if same and budget <= self.bound_budget else 0.0
 

@@ -188,6 +188,10 @@ def solve(
         raise ValueError(f"seed is {seed}; it must be 0 or more")
     if start is not None and (isinstance(start, str) or not isinstance(start, Iterable)):
         raise ValueError(f"start is {start!r}; it must be a schedule: indices of nodes")
+    start = None if start is None else tuple(start)
+    for index in start or ():
+        if isinstance(index, bool) or not isinstance(index, Integral):
+            raise ValueError(f"start has {index!r}, which is no index of a node")
     judge = _Judge(_name(solver))
     monitor = Monitor(
         time_limit,
@@ -205,7 +209,7 @@ def solve(
         max_overhead=max_overhead,
         seed=seed,
         workers=workers,
-        start=None if start is None else tuple(start),
+        start=start,
         options=options,
     )
     judge.open(problem, monitor)

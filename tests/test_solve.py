@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from remat.solvers import (
     Status,
     frontier,
     load_graph,
+    mip,
     save_graph,
     simulate,
     solve,
@@ -215,6 +218,35 @@ def test_a_solver_that_breaks_down_leaves_annealing_its_time() -> None:
         killer.join()
     assert result.schedule is not None
     assert "broke down" in result.message
+
+
+def test_a_solver_that_is_told_to_end_before_it_is_ready_answers() -> None:
+    builder = mip.Builder()
+    builder.variable(cost=1.0, lower=1.0)
+    question = io.BytesIO()
+    np.savez(question, deadline=time.time() + 60, relative_gap=0.0, **vars(builder.build()))
+    child = mip._Child("cbc")
+    try:
+        child.tell()  # it has not even read its own code yet
+        assert child.ask(question.getvalue()) is not None
+    finally:
+        child.end()
+
+
+def test_sizes_that_solvers_refuse_prove_nothing() -> None:
+    """HiGHS takes no coefficient of 1e15, and says no more than of an infeasible program."""
+    huge = 10**15
+    sizes = (huge + 1, 1, 1, 3, huge + 1, huge, 2, 2)
+    edges = ((0, 1), (0, 4), (2, 3), (2, 4), (2, 6), (3, 5), (4, 5), (4, 6), (5, 6))
+    graph = Graph("huge", tuple(Node(f"n{i}", 1.0, size) for i, size in enumerate(sizes)), edges)
+    budget = solve(graph, "100%", minimize="peak", max_overhead=0.0).peak
+    assert solve(graph, budget, solver="moments").schedule is not None
+
+
+def test_where_all_schedules_are_looked_at_no_peak_is_proven_to_be_none() -> None:
+    chain = unit_chain(4)
+    assert solve(chain, 4, max_overhead=0.0).status is Status.INFEASIBLE
+    assert solve(chain, 4, max_overhead=0.0, minimize="peak").status is Status.INFEASIBLE
 
 
 def test_a_move_limit_is_not_cut_by_the_default_time_limit() -> None:
@@ -597,6 +629,9 @@ def test_a_plan_is_for_its_graph_and_states_the_truth(tmp_path: Path) -> None:
         path.write_text(json.dumps({**document, **change}))
         with pytest.raises(PlanError, match=complaint):
             Plan.load(path, CHAIN)
+    claim = replace(plan, lower_bound=2 * plan.cost)
+    with pytest.raises(PlanError, match="but the plan takes"):
+        claim.bound_for(CHAIN, plan.budget)
     del document["steps"]
     path.write_text(json.dumps(document))
     with pytest.raises(PlanError, match="the plan has no 'steps'"):
