@@ -611,6 +611,7 @@ class _Expander:
         self.program = extraction.program
         self.groups = extraction.groups
         self.small = extraction.small
+        self.root = _roots(extraction.program)
         self.events: list[Event] = []
         self.newest: dict[int, int] = {}
         self.copies: dict[int, int] = {}
@@ -633,7 +634,7 @@ class _Expander:
         runs: dict[int, list[int]] = {}  # when the operations of nodes run
         for moment, index in enumerate(op for node in self.schedule for op in self.groups[node]):
             runs.setdefault(index, []).append(moment)
-        read_by = _read_by(self.program, _roots(self.program))
+        read_by = _read_by(self.program, self.root)
         # When the first operation of a node runs that comes after an operation.
         until = [math.inf] * len(ops)
         for index in range(len(ops) - 1, -1, -1):
@@ -704,14 +705,13 @@ class _Expander:
         self.newest[index] = len(self.events) - 1
         if copy == 0 and op.kind in (Kind.ARGUMENT, Kind.PURE, Kind.ONCE):
             self._available(index)
-        if op.kind in (Kind.PURE, Kind.ONCE):
+        if op.kind in (Kind.PURE, Kind.ONCE) and index not in self.small:
             self._count_reads(index)
         return self.newest[index]
 
     def _count_reads(self, index: int) -> None:
-        for source, _ in self.program.ops[index].inputs:
-            while self.program.ops[source].kind is Kind.ALIAS:
-                source = self.program.ops[source].inputs[0][0]
+        for tensor in self.program.ops[index].inputs:
+            source = self.root[tensor][0]
             if source not in self.reads_left:
                 continue
             self.reads_left[source] -= 1

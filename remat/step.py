@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record as tape
 
@@ -989,7 +988,7 @@ def _variables_put_back(program: Program) -> Iterator[None]:
     """Saves every captured variable to the host, and puts it back at the end."""
     handles = _variables_of(program)
     saved = [
-        np.array(tf.raw_ops.ReadVariableOp(resource=handle, dtype=spec.dtype))
+        tf.raw_ops.ReadVariableOp(resource=handle, dtype=spec.dtype).numpy()  # a copy
         for handle, spec in handles
     ]
     try:

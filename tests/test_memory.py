@@ -840,3 +840,41 @@ answer(overhead=step.plan.overhead, predicted=step.plan.peak, measured=peak)
     assert found["measured"] <= 34 * 2**20
     assert found["predicted"] == pytest.approx(found["measured"], rel=0.01)
     assert found["overhead"] < 0.4  # three quarters before that was cut up
+
+
+def test_a_loop_reads_a_small_variable_that_is_updated_after_it() -> None:
+    """What a loop hands on is the variable's buffer, too; a number of bfloat16 is put back."""
+    found = run(
+        """
+weights = tf.Variable(tf.random.stateless_normal((256, 256), (1, 2)) / 16)
+small = tf.Variable(tf.fill((64, 256), 0.5))
+count = tf.Variable(tf.ones((), tf.bfloat16))
+before = [tf.identity(each) for each in (weights, small, count)]
+
+def step(x):
+    with tf.GradientTape() as tape:
+        held = tf.convert_to_tensor(small)
+        _, y, _ = tf.while_loop(
+            lambda turn, y, held: turn < 2,
+            lambda turn, y, held: (turn + 1, tf.tanh(y @ weights + tf.reduce_sum(held, 0)), held),
+            (0, x, held),
+            maximum_iterations=2,
+        )
+        loss = tf.reduce_mean(y * y)
+    small.assign_sub(0.1 * tape.gradient(loss, small))
+    count.assign_add(1)
+    return loss
+
+def trained(function):
+    for each, value in zip((weights, small, count), before):
+        each.assign(value)
+    losses = [float(function(tf.ones((512, 256)))) for _ in range(2)]
+    return losses, small.numpy().sum().item(), float(count)
+
+plain = trained(tf.function(step))
+planned = trained(remat.function(step, budget="16MiB", profile={}))
+answer(plain=plain, planned=planned)
+""",
+        COUNTED,
+    )
+    assert found["planned"] == found["plain"]
