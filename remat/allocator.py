@@ -353,10 +353,11 @@ def lay_out(
     beyond = block.bytes - end - area
     if area < LEAST_AREA * left:
         return None
+    # Smaller than the area, it would be the best fit for what goes in there, and to hold it
+    # meanwhile would be above the budget.
+    pieces = beyond // (_USELESS + ALIGNMENT) if beyond < min(area, _CUT_UP) else 0
     if beyond >= _SMALLEST_CLAIM:  # else not worth a wall, or there is no room for one
-        area -= ALIGNMENT
-        if beyond < min(area, _CUT_UP):
-            area -= beyond // (_USELESS + ALIGNMENT) * ALIGNMENT
+        area -= (1 + pieces) * ALIGNMENT
     slots = []
     for size in sizes:
         slots.append(_chunk(device, size)[0])
@@ -369,12 +370,9 @@ def lay_out(
             slots.append(_chunk(device, rest if whole else aligned((rest + beyond) // 4))[0])
             rest -= slots[-1].shape[0] * 4
         walls.append(_chunk(device, ALIGNMENT)[0])
-        if beyond < min(area, _CUT_UP):
-            # Smaller than the area, it would be the best fit for what goes in there, and to
-            # hold it meanwhile would be above the budget.
-            for _ in range(beyond // (_USELESS + ALIGNMENT)):
-                slots.append(_chunk(device, _USELESS)[0])
-                walls.append(_chunk(device, ALIGNMENT)[0])
+        for _ in range(pieces):
+            slots.append(_chunk(device, _USELESS)[0])
+            walls.append(_chunk(device, ALIGNMENT)[0])
     slots = [slot for slot in slots if slot.shape[0] * 4 >= GRAIN]
     move()  # while everything else is taken
     del slots

@@ -190,8 +190,8 @@ class _Board:
         self._far, self._vain = self._is_far(simulate(problem.graph, given).peak), False
         self._failed = False  # whether any annealing found nothing within the budget
         self._start_cost = problem.graph.cost
-        self._anews = 0  # annealings from the given order since then
         self._no_better = 0  # annealings since one has found something better
+        self._anews = 0  # annealings anew, from the given order, until now
         self.hopeful = True  # that proofs will suggest something
         self._annealing_until = 0.0
         self._lock = threading.Lock()
