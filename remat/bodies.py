@@ -51,6 +51,18 @@ def inside(program: Program) -> dict[int, Inside]:
     return _inside(program, {})[0]
 
 
+def known_turns(program: Program) -> dict[str, int]:
+    """How many turns loops take that fill lists of open length, by name, where it is known."""
+    if all(op.type != "EmptyTensorList" for op in program.ops):
+        return {}
+    found = inside(program)
+    return {
+        program.ops[index].name: each.turns
+        for index, each in found.items()
+        if each.turns is not None and program.ops[index].type in LOOPS
+    }
+
+
 _Shape = tuple[int, ...]
 
 
@@ -124,22 +136,48 @@ def _part(program: Program, op: Op, parts: Mapping[Tensor, _Shape]) -> _Shape | 
     return parts.get(op.inputs[0]) if op.type in _HAND_ON else None
 
 
-def held_inside(op: Op, functions: Iterable[tuple[Program, Mapping[int, int]]]) -> int:
+def held_inside(
+    program: Program, index: int, functions: Iterable[tuple[Program, Mapping[int, int]]]
+) -> int:
     """Bytes that an operation holds, beside its results, for the functions that it runs.
 
     Of several branches that is the one that holds most, whichever is taken.  A
-    turn of a loop holds its values beside the results, which are the turn
-    before's.
+    turn of a loop holds its values beside those of the turn before.  These are
+    the results, but in the first turn, and each turn before has freed what it
+    has taken from lists; what a turn adds to lists is part of the results.
 
     Args:
-      op: the operation.
+      program: the operations.
+      index: of the operation.
       functions: each, and the bytes that its operations hold only while they run.
     """
-    most = 0
+    op = program.ops[index]
+    most, freed = 0, 0
     for body, workspace in functions:
         asked = requests(body, creation_events(body), workspace)
         most = max(most, *asked.timeline(0), 0)
-    return most if op.type in LOOPS else max(0, most - sum(op.bytes))
+        if op.type in LOOPS:
+            freed = max(freed, _freed(program, op, body))
+    there = sum(op.bytes)
+    if op.type in LOOPS:
+        there = min(freed, there) + sum(op.bytes[n] // count for n, count in op.parts if count)
+    return max(0, most - there)
+
+
+def _freed(program: Program, op: Op, body: Program) -> int:
+    """Bytes of what a turn of a loop takes from lists that only it reads."""
+    external = {source for source, _ in program.captures if source in program.variables}
+    given = [tensor for tensor in op.inputs if tensor[0] not in external]
+    lists = dict(zip(body.inputs, given, strict=True))
+    freed = 0
+    for each in body.ops:
+        if each.type == "TensorListPopBack" and each.inputs[0][0] in lists:
+            source, number = lists[each.inputs[0][0]]
+            parts = dict(program.ops[source].parts).get(number)
+            readers = (program.ops[reader].inputs for reader in program.consumers[source])
+            if parts and sum((source, number) in inputs for inputs in readers) == 1:
+                freed += program.ops[source].bytes[number] // parts
+    return freed
 
 
 def _function(

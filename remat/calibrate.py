@@ -180,10 +180,9 @@ def compare(
             takes_over[op.type].add(False)
             extra[size] -= 1
         if extra.total() or missing.total():
-            # An output that is not there either was never asked for by anyone.
-            outputs = sum(size for size in op.bytes if size >= GRAIN and expected[size])
-            scratch = max(0, sum(found.elements()) - outputs)
             known = workspace.get(event.op, 0)
+            outputs = sum(expected.elements()) - (known if expected[known] else 0)
+            scratch = max(0, sum(found.elements()) - outputs)
             if scratch > known or (scratch < known and event.op not in before.workspace):
                 found_workspace[event.op] = scratch
     certain = {

@@ -128,13 +128,15 @@ class _Heavy:
       readers: for each heavy operation that overwrites a large variable, the
         heavy operations that read the old value.
       root: for each tensor, the one whose buffer it is.
+      holds: for each of these that holds the buffers of others, those.
       read_by: who reads the buffers of each operation: (reader, output).
     """
 
     def __init__(self, program: Program, threshold: int) -> None:
         self.program = program
         self.root = _roots(program)
-        self.read_by = _read_by(program, self.root)
+        self.holds = _holds(program, self.root)
+        self.read_by = _read_by(program, self.root, self.holds)
         sizes = program.variable_bytes
         ops = program.ops
         self.reads: dict[int, frozenset[Tensor]] = {}
@@ -150,7 +152,7 @@ class _Heavy:
         # Heavy operations behind each small one, heavy ones behind themselves.
         behind: list[frozenset[int]] = []
         for index, op in enumerate(ops):
-            roots = [self.root[source] for source in op.inputs]
+            roots = [each for source in op.inputs for each in self.buffers(source)]
             large = {
                 tensor
                 for tensor in roots
@@ -190,6 +192,11 @@ class _Heavy:
         if any(late.values()):
             self._add_late(late)
 
+    def buffers(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """The tensors whose buffers are there as long as one is."""
+        root = self.root[tensor]
+        return root, *self.holds.get(root, ())
+
     def _add_late(self, late: Mapping[int, set[int]]) -> None:
         """Has what comes after writers in the graph read before them, where it can.
 
@@ -227,13 +234,29 @@ def _roots(program: Program) -> dict[Tensor, Tensor]:
     return roots
 
 
-def _read_by(program: Program, roots: Mapping[Tensor, Tensor]) -> list[list[tuple[int, int]]]:
-    """Who reads the buffers of each operation, whatever shares them: (reader, output)."""
+def _holds(program: Program, roots: Mapping[Tensor, Tensor]) -> dict[Tensor, frozenset[Tensor]]:
+    """For each tensor that holds the buffers of others, those, and what they hold."""
+    found: dict[Tensor, frozenset[Tensor]] = {}
+    for index, op in enumerate(program.ops):
+        held = [(output, roots[op.inputs[slot]]) for output, slot in op.keeps]
+        for output, root in [*held, *((output, (index, other)) for output, other in op.shares)]:
+            others = found.get((index, output), frozenset())
+            found[index, output] = others | found.get(root, frozenset()) | {root}
+    return found
+
+
+def _read_by(
+    program: Program,
+    roots: Mapping[Tensor, Tensor],
+    holds: Mapping[Tensor, frozenset[Tensor]],
+) -> list[list[tuple[int, int]]]:
+    """Who reads the buffers of each operation, whatever shares or holds them: (reader, output)."""
     found: list[list[tuple[int, int]]] = [[] for _ in program.ops]
     for index, op in enumerate(program.ops):
         if op.kind is not Kind.ALIAS:
-            for source, number in map(roots.__getitem__, op.inputs):
-                found[source].append((index, number))
+            for root in map(roots.__getitem__, op.inputs):
+                for source, number in (root, *holds.get(root, ())):
+                    found[source].append((index, number))
     return found
 
 
@@ -345,7 +368,12 @@ def _build(
         {number[r] for index in members for r in heavy.readers.get(index, ())} - {g}
         for g, members in enumerate(groups)
     ]
-    once = [any(ops[index].kind is Kind.ONCE for index in members) for members in groups]
+    # What a loop holds for its gradient is of no use a second time while it does.
+    held = {source for kept in heavy.holds.values() for source, _ in kept}
+    once = [
+        any(ops[index].kind is Kind.ONCE or index in held for index in members)
+        for members in groups
+    ]
     results = {heavy.root[tensor] for tensor in program.outputs}
     # A group whose results are all small never needs to run again: they are kept.
     outward = [_outward(program, heavy, members) for members in groups]
@@ -634,7 +662,7 @@ class _Expander:
         runs: dict[int, list[int]] = {}  # when the operations of nodes run
         for moment, index in enumerate(op for node in self.schedule for op in self.groups[node]):
             runs.setdefault(index, []).append(moment)
-        read_by = _read_by(self.program, self.root)
+        read_by = _read_by(self.program, self.root, _holds(self.program, self.root))
         # When the first operation of a node runs that comes after an operation.
         until = [math.inf] * len(ops)
         for index in range(len(ops) - 1, -1, -1):

@@ -183,12 +183,21 @@ def _simulate_step(
 
 @dataclass(slots=True)
 class _Buffer:
-    """Memory that tensors share, in one request (or none, if ``resident``)."""
+    """Memory that tensors share, in one request or several (or none, if ``resident``).
+
+    ``holds`` are others that are there as long as it is.
+    """
 
     bytes: int
     requests: list[int] = field(default_factory=list)
     references: int = 0
     resident: bool = False
+    holds: list[_Buffer] = field(default_factory=list)
+
+    def hold(self, other: _Buffer) -> None:
+        """Keeps another one as long as this is there."""
+        other.references += 1
+        self.holds.append(other)
 
 
 def plain_events(program: Program) -> tuple[Event, ...]:
@@ -228,7 +237,9 @@ def requests(program: Program, events: Sequence[Event], workspace: Mapping[int, 
 
     def release(buffer: _Buffer) -> list[int]:
         buffer.references -= 1
-        return [] if buffer.references or buffer.resident else buffer.requests
+        if buffer.references or buffer.resident:
+            return []
+        return [*buffer.requests, *(given for held in buffer.holds for given in release(held))]
 
     for index, event in enumerate(events):
         op = ops[event.op]
@@ -236,12 +247,15 @@ def requests(program: Program, events: Sequence[Event], workspace: Mapping[int, 
         given: list[int] = []
         slot: int | None = None
 
-        def take(size: int, taken: list[int] = taken) -> list[int]:
+        def take(size: int, parts: int = 1, taken: list[int] = taken) -> list[int]:
             if not size:
                 return []
-            sizes.append(size)
-            taken.append(len(sizes) - 1)
-            return [len(sizes) - 1]
+            if size < parts * GRAIN:  # nobody places these
+                parts = 1
+            new = [*range(len(sizes), len(sizes) + parts)]
+            sizes.extend([size // parts] * parts)
+            taken += new
+            return new
 
         if op.kind in (Kind.ARGUMENT, Kind.CONSTANT, Kind.READ):
             outputs = [_Buffer(0, resident=True) for _ in op.bytes]
@@ -253,6 +267,7 @@ def requests(program: Program, events: Sequence[Event], workspace: Mapping[int, 
             scratch = take(extra) if first else []
             outputs = []
             slot, passed = _taken_over(op, event, buffers), dict(op.passed)
+            parts = dict(op.parts)
             for output, size in enumerate(op.bytes):
                 if slot is not None and output == op.forwarded:
                     source, number = event.inputs[slot]
@@ -261,7 +276,12 @@ def requests(program: Program, events: Sequence[Event], workspace: Mapping[int, 
                     source, number = event.inputs[passed[output]]
                     outputs.append(buffers[source][number])
                 else:
-                    outputs.append(_Buffer(size, take(size)))
+                    outputs.append(_Buffer(size, take(size, parts.get(output, 1))))
+            for output, held in op.keeps:
+                source, number = event.inputs[held]
+                outputs[output].hold(buffers[source][number])
+            for output, held in op.shares:
+                outputs[output].hold(outputs[held])
             scratch += take(extra) if not first else []
             if index in until:
                 kept_scratch.setdefault(until[index], []).extend(scratch)

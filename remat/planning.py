@@ -23,6 +23,7 @@ from typing import Any
 from tensorflow.core.framework import node_def_pb2
 
 from .arena import GRAIN, OutOfMemoryError, Pool, aligned
+from .bodies import known_turns
 from .broadcasts import broadcast_late
 from .calibrate import Corrections
 from .extract import Extraction, expand, extract, name_for_people
@@ -188,15 +189,17 @@ def read(
 def _program(traced: Trace) -> Program:
     """What a step is made of, with the plain step's bits in whatever order it runs."""
 
-    def made(fold: bool) -> Program:
-        return merge_bias_gradients(build(traced, fold=fold))
+    def made(fold: bool, turns: Mapping[str, int] | None = None) -> Program:
+        return merge_bias_gradients(build(traced, turns=turns, fold=fold))
 
     def plain() -> Program:
         """As TensorFlow runs it, nothing folded."""
         program = made(fold=False)
         return program if traced.taking is None else _taking(program, traced.taking)
 
-    return order_sums(made(fold=True), plain)
+    program = made(fold=True)
+    turns = known_turns(program)
+    return order_sums(made(fold=True, turns=turns) if turns else program, plain)
 
 
 def _taking(program: Program, type: str) -> Program:

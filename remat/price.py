@@ -225,7 +225,7 @@ def _workspace(step: _Signed, price: Callable[[OpSignature], Price]) -> dict[int
                     workspace.pop(reader, None)
     for index, functions in step.functions.items():
         inner = [(each.program, _workspace(each, price)) for each in functions]
-        held = held_inside(program.ops[index], inner)
+        held = held_inside(program, index, inner)
         if held:
             workspace[index] = held
     return workspace

@@ -54,6 +54,10 @@ class Op:
       forwarded: that output.
       passed: outputs of a loop that share an input's buffers, each with that input: what no
         turn changes, and lists of what the turns have read from another list.
+      keeps: lists that a loop returns, each with an input whose buffer is in there, too: what
+        its first turn began with.
+      shares: such lists, each with another output whose buffer is in there, too.
+      parts: lists whose ``bytes`` are so many buffers of one size.
       varies: whether only the run knows the sizes of its outputs; ``bytes`` and
         ``shapes`` are the largest that they can be.
       resource: for ``READ``, the ``ARGUMENT`` that holds the variable.
@@ -70,6 +74,9 @@ class Op:
     forwards: tuple[int, ...] = ()
     forwarded: int = 0
     passed: tuple[tuple[int, int], ...] = ()
+    keeps: tuple[tuple[int, int], ...] = ()
+    shares: tuple[tuple[int, int], ...] = ()
+    parts: tuple[tuple[int, int], ...] = ()
     varies: bool = False
 
     @property
@@ -367,11 +374,13 @@ LIST_WRITES = {"TensorListSetItem": 2, "TensorListPushBack": 1}
 _SMALL_CONSTANT = 4096  # bytes of shape arithmetic worth folding
 
 
-def build(trace: Trace, *, fold: bool = True) -> Program:
+def build(trace: Trace, *, turns: Mapping[str, int] | None = None, fold: bool = True) -> Program:
     """Reads a traced step.
 
     Args:
       trace: the step.
+      turns: of loops, by name, as far as they are known: as long is a list of open length
+        that each turn adds something to.
       fold: whether arithmetic on shapes becomes constants.  (The plain step
         computes them where it was traced for a batch of any size, and waits for
         them.)
@@ -383,7 +392,6 @@ def build(trace: Trace, *, fold: bool = True) -> Program:
     arguments = {*trace.inputs, *(name for name, _ in trace.captures)}
     operations = _topological(graph, [*trace.outputs, *trace.targets, *arguments])
     definitions = {node.name: node for node in trace.graph_def.node}
-    position = {operation: at for at, operation in enumerate(operations)}
 
     ops: list[Op] = []
     nodes: list[node_def_pb2.NodeDef] = []
@@ -462,26 +470,22 @@ def build(trace: Trace, *, fold: bool = True) -> Program:
                 )
             shapes[tensor.name] = shape
         sizes = [_bytes(tensor, shapes[tensor.name]) for tensor in operation.outputs]
+        kept = _Kept()
         if operation.type == "TensorListFromTensor":  # its parts are copies
-            sizes[0] = _bytes(operation.inputs[0], shapes[operation.inputs[0].name])
+            whole = shapes[operation.inputs[0].name]
+            sizes[0] = _bytes(operation.inputs[0], whole)
+            kept.parts[0] = whole[0]
         if operation.type == "ZerosLike":
             sizes[0] = max(sizes[0], listed.get(values[operation.inputs[0].name], 0))
         if sizes and operation.outputs[0].dtype == tf.variant:
             listed[len(ops), 0] = sizes[0]
-        passed: dict[int, int] = {}
         if operation.type in LOOPS:
             for number, tensor in enumerate(operation.inputs):
                 listed[len(ops), number] = listed.get(values[tensor.name], 0)
-            stacks, passed = _kept(operation, trace.bodies[operation.name])
-            for number in passed:
-                sizes[number] = 0
-            for stack in stacks:
-                listed |= {(len(ops), number): size for number, size in stack.bytes.items()}
-                if stack.held:  # by all of its lists, and so until the last of them goes
-                    last = max(
-                        stack.bytes, key=lambda n: _last_reader(operation.outputs[n], position)
-                    )
-                    sizes[last] = max(stack.bytes.values())
+            kept = _kept(operation, trace.bodies[operation.name], (turns or {}).get(name))
+            listed |= {(len(ops), number): size for number, size in kept.listed.items()}
+            for number, size in kept.bytes.items():
+                sizes[number] = size
         numbers[name] = add(
             Op(
                 name=name,
@@ -494,7 +498,10 @@ def build(trace: Trace, *, fold: bool = True) -> Program:
                 dtypes=tuple(tensor.dtype for tensor in operation.outputs),
                 forwards=_forwards(operation, kind),
                 forwarded=_FORWARDED.get(operation.type, 0),
-                passed=tuple(passed.items()),
+                passed=tuple(kept.passed.items()),
+                keeps=tuple(kept.keeps),
+                shares=tuple(kept.shares),
+                parts=tuple(kept.parts.items()),
                 varies=varies,
             ),
             definitions[name],
@@ -658,56 +665,80 @@ def _hands_on(operation: tf.Operation) -> bool:
 
 
 @dataclass(frozen=True)
-class _Stack:
-    """What a loop keeps of each of its turns, for its gradient or its result.
-
-    Attributes:
-      bytes: of all that it puts into a list, by that one's number among the loop's outputs.
-      held: whether the loop makes what is in there; not so if it is the same in
-        every turn, or from another list.
-    """
-
-    bytes: dict[int, int]
-    held: bool
-
-
-def _kept(loop: tf.Operation, body: Body) -> tuple[list[_Stack], dict[int, int]]:
+class _Kept:
     """What of a loop's outputs is not simply the last turn's.
 
-    Returns:
-      The stacks, where the length of a list and the shape of what goes in are
-      known; and the outputs that share the buffers of an input, each with that one.
+    Attributes:
+      passed, keeps, shares, parts: as ``Op`` has them.
+      bytes: what outputs take, where that is not one value.
+      listed: of all that is in a list, whoever holds it.
     """
-    returned = {
-        argument.name: _source(result)
-        for argument, result in zip(body.arguments, body.results, strict=True)
-    }
-    passed = {
-        number: number
-        for number, argument in enumerate(body.arguments)
-        if returned[argument.name] is argument
-    }
-    same = {body.arguments[number].name: number for number in passed}
-    found: dict[str, _Stack] = {}
-    for number, (before, after) in enumerate(zip(loop.inputs, body.results, strict=True)):
-        after = _source(after)
+
+    passed: dict[int, int] = field(default_factory=dict)
+    keeps: list[tuple[int, int]] = field(default_factory=list)
+    shares: list[tuple[int, int]] = field(default_factory=list)
+    parts: dict[int, int] = field(default_factory=dict)
+    bytes: dict[int, int] = field(default_factory=dict)
+    listed: dict[int, int] = field(default_factory=dict)
+
+
+def _kept(loop: tf.Operation, body: Body, turns: int | None) -> _Kept:
+    """What a loop keeps of each of its turns, for its gradient or its result.
+
+    Lists count where their length and the shape of what goes in are known.  Several may
+    hold the same values, and these are there until the last of the lists is gone.
+
+    Args:
+      loop: the loop.
+      body: its body.
+      turns: that it takes, if known.
+    """
+    arguments = {argument.name: number for number, argument in enumerate(body.arguments)}
+    results = [_source(result) for result in body.results]
+    last = {result.name: number for number, result in enumerate(results)}
+    kept = _Kept()
+    for number, argument in enumerate(body.arguments):
+        if results[number] is argument:
+            kept.passed[number] = number
+            kept.bytes[number] = 0
+    same = {body.arguments[number].name: number for number in kept.passed}
+    holding: dict[str, list[tuple[int, int, int]]] = {}  # (how many, of what size, the list)
+    for number, (before, after) in enumerate(zip(loop.inputs, results, strict=True)):
         if before.op.type not in _LISTS or after.op.type not in LIST_WRITES:
             continue
         length = tensor_util.constant_value(before.op.inputs[_LISTS[before.op.type]])
+        if after.op.type == "TensorListPushBack" and (length is None or length < 0):
+            length = turns
         item = _source(after.op.inputs[LIST_WRITES[after.op.type]])
-        item = returned.get(item.name, item)  # what the turn before has computed
+        began = arguments.get(item.name)
+        item = item if began is None else results[began]  # of the turn before
         shape = _shape(item)
         if length is None or length < 0 or shape is None:
             continue
+        size = _bytes(item, shape)
+        kept.listed[number] = int(length) * size
+        whole = None
         if item.op.type == "TensorListGetItem":
             whole = same.get(_source(item.op.inputs[0]).name)
-            if whole is not None:
-                passed[number] = whole
-        if item.name not in found:
-            held = item.op.type != "ReadVariableOp" and item.name not in returned
-            found[item.name] = _Stack({}, held and number not in passed)
-        found[item.name].bytes[number] = int(length) * _bytes(item, shape)
-    return list(found.values()), passed
+        if whole is not None:
+            kept.passed[number] = whole
+            kept.bytes[number] = 0
+            continue
+        if began is not None:
+            kept.keeps.append((number, began))
+        # What is the same in every turn, or a variable's, is held by others.
+        if item.op.type != "ReadVariableOp" and item.name not in arguments:
+            count = max(0, int(length) - (began is not None))
+            holding.setdefault(item.name, []).append((count, size, number))
+    for name, lists in holding.items():
+        count, size, owner = max(lists)
+        if name in last and count and owner not in dict(kept.keeps):  # the last turn's, too
+            kept.shares.append((owner, last[name]))
+            count -= 1
+        kept.shares.extend((other, owner) for _, _, other in lists if other != owner)
+        kept.bytes[owner] = count * size
+        kept.parts[owner] = count
+    return kept
 
 
 def _hint(operation: tf.Operation) -> str:
@@ -715,19 +746,6 @@ def _hint(operation: tf.Operation) -> str:
     if operation.type.startswith("TensorList"):
         return ": make a TensorArray with the size that it has in the end, for parts of one shape"
     return ""
-
-
-def _last_reader(tensor: tf.Tensor, position: Mapping[tf.Operation, int]) -> int:
-    """The position of the last operation that reads a tensor, -1 if there is none."""
-    last = -1
-    for reader in tensor.consumers():
-        if reader.type in _IDENTITIES:
-            same = zip(reader.inputs, reader.outputs, strict=True)
-            reads = [_last_reader(out, position) for into, out in same if into is tensor]
-        else:
-            reads = [position.get(reader, -1)]
-        last = max(last, *reads)
-    return last
 
 
 def _source(tensor: tf.Tensor) -> tf.Tensor:

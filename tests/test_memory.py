@@ -539,13 +539,17 @@ answer(free=free, pieces=[laid.block.bytes, *laid.layout.before, *laid.layout.af
     assert sum(sorted(found["pieces"])[-2:]) > 0.97 * found["free"]
 
 
-@pytest.mark.parametrize(("kind", "check"), [("branch", False), ("loop", False), ("loop", True)])
+@pytest.mark.parametrize(
+    ("kind", "check"),
+    [("branch", False), ("loop", False), ("loop", True), ("open", False), ("open", True)],
+)
 def test_what_functions_hold_while_they_run_is_predicted(kind: str, check: bool) -> None:
-    """An update in a branch that is taken every third step; the turns of a loop; by the
-    model alone, and corrected by a trial.
+    """An update in a branch that is taken every third step; the turns of a loop, and of one
+    whose lists have no length of their own; by the model alone, and corrected by a trial.
 
     What operations of a turn or a branch hold at once depends on how the threads fall out:
-    two operations that overlap are 5 % of the peak in the branch.
+    two operations that overlap are 5 % of the peak in the branch.  In the gradient of the loop
+    of three turns they take over each other's buffers, and the model does not see all of that.
     """
     found = run(
         f"""
@@ -553,8 +557,15 @@ kind, check = {kind!r}, {check}
 """
         + """
 keras.utils.set_random_seed(0)
+
+class Turns(keras.layers.Layer):
+    def call(self, x):
+        return keras.ops.fori_loop(0, 3, lambda turn, x: keras.ops.tanh(x) * 0.9 + 0.1, x)
+
 if kind == "branch":
     shape, layers = (512,), [keras.layers.Dense(1024, "relu") for _ in range(2)]
+elif kind == "open":
+    shape, layers = (256, 64), [keras.layers.Dense(64), Turns(), keras.layers.Flatten()]
 else:
     shape, layers = (64, 32), [keras.layers.LSTM(96, return_sequences=True), keras.layers.LSTM(96)]
 model = keras.Sequential([keras.Input(shape), *layers, keras.layers.Dense(10)])
@@ -573,6 +584,8 @@ answer(predicted=step.plan.peak, peaks=peaks)
     below = 0.04
     if kind == "branch":
         above = below = 0.06
+    elif kind == "open" and not check:
+        below = 0.1
     assert 1 - below < max(found["peaks"]) / found["predicted"] < 1 + above
 
 
