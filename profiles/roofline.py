@@ -143,7 +143,10 @@ def work(signature: OpSignature) -> Work:
     Raises:
       SignatureError: if an operation of this type has other operands or attributes.
     """
-    if not signature.is_static:
+    shapes = [tensor.shape for tensor in (*signature.inputs, *signature.outputs)]
+    if signature.op in _ASSIGNMENTS:  # the variable has the shape of what is assigned
+        del shapes[0]
+    if any(size < 0 for shape in shapes for size in shape):
         return _unknown(signature)
     count = _COUNTS.get(signature.op, _unknown)
     try:
@@ -314,22 +317,28 @@ _UPDATE_FLOPS: Mapping[str, int] = {
     "ResourceApplyRMSProp": 9,
     "ResourceApplyAdam": 12,
     "ResourceApplyAdamWithAmsgrad": 13,
-    "AssignAddVariableOp": 1,
-    "AssignSubVariableOp": 1,
-    "AssignVariableOp": 0,
 }
 
 
 def _update(signature: OpSignature) -> Work:
-    """Reads everything and writes every variable; an assignment takes the buffer over."""
-    if signature.op == "AssignVariableOp":
-        return _nothing(signature)
+    """Reads everything and writes every variable."""
     variables = [tensor for tensor in signature.inputs if tensor.dtype == "resource"]
     elements = max((tensor.elements for tensor in variables), default=0)
     gradients = sum(tensor.bytes for tensor in signature.inputs)
     variable_bytes = signature.input_bytes - gradients
     flops = elements * _UPDATE_FLOPS[signature.op]
     return Work("update", flops, gradients + 2 * variable_bytes)
+
+
+_ASSIGNMENTS = frozenset(["AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"])
+
+
+def _assignment(signature: OpSignature) -> Work:
+    """Adds a value to a variable of its shape; one that is assigned is taken over."""
+    if signature.op == "AssignVariableOp":
+        return _nothing(signature)
+    value = signature.inputs[1]
+    return Work("update", value.elements, 3 * value.bytes)
 
 
 # --- Reductions, softmax, normalisations ---------------------------------------------------
@@ -707,7 +716,7 @@ _COUNTS: Mapping[str, Callable[[OpSignature], Work]] = _table(
         "MirrorPadGrad Tile BroadcastTo Split SplitV StridedSliceGrad SpaceToBatchND Reverse "
         "BatchToSpaceND SpaceToDepth DepthToSpace ReverseV2 Roll InvertPermutation MatrixDiagV3 "
         "MatrixBandPart Where ExtractImagePatches IteratorGetNext TensorListStack "
-        "TensorListFromTensor TensorListConcat TensorListConcatV2 TensorListGather "
+        "DeepCopy TensorListFromTensor TensorListConcat TensorListConcatV2 TensorListGather "
         "DynamicPartition DynamicStitch ParallelDynamicStitch",
     ),
     (_part, "Slice StridedSlice"),
@@ -735,6 +744,7 @@ _COUNTS: Mapping[str, Callable[[OpSignature], Work]] = _table(
     (_composition, "_UnaryOpsComposition"),
     (_add_n, "AddN AccumulateNV2"),
     (_update, " ".join(_UPDATE_FLOPS)),
+    (_assignment, " ".join(_ASSIGNMENTS)),
     (
         _reduction,
         "Sum Mean Max Min Prod All Any ArgMax ArgMin BiasAddGrad EuclideanNorm",

@@ -7,6 +7,7 @@ where Keras accumulates gradients.  Why variables are to stay where they are,
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 
@@ -15,13 +16,12 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, types_pb2
 from tensorflow.core.framework.function_pb2 import FunctionDef
 from tensorflow.core.framework.node_def_pb2 import NodeDef
+from tensorflow.python.framework import kernels
 
 from .constants import keep_unfolded, repeated
 from .pieces import name_of, runs
 from .program import Program, constant_node
 
-# The types of variables that every device can write a new value into, but for scalars.
-_WRITTEN = (tf.float32, tf.float64)
 _PIECES = ("Enter", "Switch", "_SwitchN")  # of control flow that is in pieces
 
 # What holds which variables, by the name of an argument: more than one if it is called with more.
@@ -30,9 +30,22 @@ _Given = dict[str, set[tf.TensorSpec]]
 
 def stays(variable: tf.TensorSpec) -> bool:
     """Whether new values of a variable are written into its buffer."""
-    return bool(
-        variable.dtype in _WRITTEN and variable.shape.is_fully_defined() and variable.shape.rank > 0
-    )
+    shape = variable.shape
+    return bool(shape.is_fully_defined() and shape.rank > 0 and _written(variable.dtype))
+
+
+@functools.cache
+def _written(dtype: tf.DType) -> bool:
+    """Whether every device at hand can write a new value into a variable of a type."""
+    devices = {device.device_type for device in tf.config.list_logical_devices()}
+    if dtype == tf.int32 and "GPU" in devices:
+        return False  # such are in the host's memory
+    node = writing(dtype)
+    for kernel in kernels.get_registered_kernels_for_op(node.op).kernel:
+        allowed = {each.name: each.allowed_values.list.type for each in kernel.constraint}
+        if all(node.attr[name].type in types for name, types in allowed.items()):
+            devices.discard(kernel.device_type)
+    return not devices
 
 
 def writing(dtype: tf.DType) -> NodeDef:
@@ -118,7 +131,9 @@ def _rewrite(function: FunctionDef, given: Mapping[str, Set[tf.TensorSpec]]) -> 
     for node, spec in found:
         handle, value, *controls = node.input
         # Nobody is to hold the old value any more, or the new one is written elsewhere.
-        for holder in sorted(_holders(node, (name_of(handle), _argument(handle, nodes)), readers)):
+        handles = dict.fromkeys((name_of(handle), _argument(handle, nodes)))
+        kept = _keep_for_later(function, node, spec.dtype, handles, readers)
+        for holder in [*kept, *sorted(_holders(node, handles, readers))]:
             if f"^{holder}" not in controls:
                 controls.append(f"^{holder}")
                 readers[holder].append(node)
@@ -159,6 +174,60 @@ def _holders(
                 if reader.op == "Identity":
                     waiting.append(reader.name)
     return found
+
+
+def _keep_for_later(
+    function: FunctionDef,
+    node: NodeDef,
+    dtype: tf.DType,
+    handles: Iterable[str],
+    readers: Mapping[str, list[NodeDef]],
+) -> list[str]:
+    """Copies what was read of a variable before a node assigns another value to it, for
+    what reads it after that, and for what the function returns.
+
+    TensorFlow would copy, too, but so that the variable has moved.
+
+    Returns:
+      The names of the copies.
+    """
+    after, copies = _after(node, readers), []
+    for read in [reader for name in handles for reader in readers[name]]:
+        if read.op != "ReadVariableOp" or read.name in after:
+            continue
+        same = {f"{read.name}:value:0"}  # and what hands it on
+        waiting = [read]
+        while waiting:
+            for reader in readers[waiting.pop().name]:
+                if reader.op == "Identity" and f"{reader.name}:output:0" not in same:
+                    same.add(f"{reader.name}:output:0")
+                    waiting.append(reader)
+        names = {name_of(reference) for reference in same}
+        late = [
+            reader
+            for name in sorted(names)
+            for reader in readers[name]
+            if reader.name in after - names - {node.name} and same.intersection(reader.input)
+        ]
+        returned = [result for result, reference in function.ret.items() if reference in same]
+        if not late and not returned:
+            continue
+        copy = NodeDef(op="DeepCopy", name=f"{node.name}/{read.name}", device=node.device)
+        copy.attr["T"].type = dtype.as_datatype_enum
+        copy.input.append(f"{read.name}:value:0")
+        readers[read.name].append(copy)
+        for reader in late:
+            for slot, reference in enumerate(reader.input):
+                if reference in same:
+                    reader.input[slot] = f"{copy.name}:y:0"
+            readers[copy.name].append(reader)
+            for name in names:
+                readers[name][:] = [each for each in readers[name] if each is not reader]
+        for result in returned:
+            function.ret[result] = f"{copy.name}:y:0"
+        function.node_def.append(copy)
+        copies.append(copy.name)
+    return copies
 
 
 def _argument(reference: str, nodes: Mapping[str, NodeDef]) -> str:

@@ -213,11 +213,11 @@ class Program:
 
 
 # Prefixes of stateful operations whose every effect is on variables, or on their own
-# random state.
+# random state or result.
 ON_VARIABLES = (
     "Assign", "ReadVariableOp", "VarHandleOp", "VarIsInitializedOp", "VariableShape",
     "ResourceApply", "ResourceSparseApply", "ResourceScatter", "ResourceGather",
-    "ResourceStridedSliceAssign", "DisableCopyOnRead",
+    "ResourceStridedSliceAssign", "DisableCopyOnRead", "DeepCopy",
     "Random", "TruncatedNormal", "Multinomial", "ParameterizedTruncatedNormal",
     "StatefulUniform", "StatefulStandardNormal", "StatefulTruncatedNormal",
 )  # fmt: skip

@@ -891,3 +891,99 @@ answer(plain=plain, planned=planned)
         COUNTED,
     )
     assert found["planned"] == found["plain"]
+
+
+def test_what_a_later_step_holds_is_counted_when_an_earlier_one_runs_again() -> None:
+    """Where the limit leaves no room to divide memory for both."""
+    found = run(
+        """
+def made(seed, rows):
+    keras.utils.set_random_seed(seed)
+    layers = [keras.layers.Dense(256, "gelu") for _ in range(8)]
+    model = keras.Sequential([keras.Input((256,)), *layers, keras.layers.Dense(10)])
+    specs = tf.TensorSpec((rows, 256)), tf.TensorSpec((rows, 10))
+    return remat.compile(
+        model, "mse", keras.optimizers.Adam(), *specs, budget="30MiB", profile={}, time_limit=1
+    )
+
+both = [(made(0, 1024), 1024), (made(1, 1536), 1536)]
+peaks, predicted = [], []
+for step, rows in both * 2:
+    batch = tf.ones((rows, 256)), tf.ones((rows, 10))
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    step(*batch)
+    peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"])
+    predicted.append(step.plan.peak)
+answer(peaks=peaks, predicted=predicted)
+""",
+        {**COUNTED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": "39"},
+    )
+    assert max(found["peaks"]) <= 30 * 2**20
+    for peak, predicted in zip(found["peaks"], found["predicted"], strict=True):
+        assert 0.9 < peak / predicted < 1.01
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_a_branch_reads_before_it_assigns_does_not_move_the_variable(dtype: str) -> None:
+    """What is read is used, and returned, when the variable has another value; the budget is
+    a hard limit."""
+    body = (
+        f"dtype = tf.as_dtype({dtype!r})"
+        + """
+tf.config.experimental.enable_op_determinism()
+weights = [tf.Variable(tf.random.stateless_normal((256, 256), (1, n)) / 16) for n in range(6)]
+shapes = [(1, 4096), (4096,), (4096, 1), (8, 3, 16, 64), (65537,), (64, 64)]
+held = [tf.Variable(tf.cast(tf.random.stateless_normal(s, (2, 2)) * 3, dtype)) for s in shapes]
+count = tf.Variable(0, dtype=tf.int64)
+
+def step(x):
+    with tf.GradientTape() as tape:
+        h = x
+        for each in weights:
+            h = tf.nn.gelu(h @ each) + h * 0.1
+        loss = tf.reduce_mean(h * h)
+    gradients = tape.gradient(loss, weights)
+
+    def twice():
+        before = [each.read_value() for each in held]
+        for each, old in zip(held, before):
+            each.assign(old * 2 + tf.cast(1, dtype))
+            each.assign(each.read_value() + old)
+        return [tf.identity(old) for old in before]
+
+    def cleared():
+        for each in held:
+            each.assign(tf.zeros_like(each))
+        return [tf.ones_like(each) for each in held]
+
+    old = tf.cond(count % 2 == 0, twice, cleared)
+    for each, gradient in zip(weights, gradients):
+        each.assign_sub(0.1 * gradient)
+    count.assign_add(1)
+    return loss, [tf.reduce_sum(tf.cast(each, tf.float32)) for each in old]
+
+variables = [*weights, *held, count]
+batch = tf.random.stateless_normal((512, 256), (3, 3))
+
+def trained(function):
+    peaks, results = [], []
+    for _ in range(4):
+        tf.config.experimental.reset_memory_stats("CPU:0")
+        results += [each.numpy().tobytes().hex() for each in tf.nest.flatten(function(batch))]
+        peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"])
+    return peaks, results + [each.numpy().tobytes().hex() for each in variables]
+
+if budget:
+    function = remat.function(step, budget=f"{budget}MiB", profile={}, time_limit=2)
+    predicted = function.compiled(tf.TensorSpec((512, 256))).plan.peak
+else:
+    function, predicted = tf.function(step), None
+peaks, results = trained(function)
+answer(peaks=peaks, predicted=predicted, results=results)
+"""
+    )
+    limit = {"TF_CPU_BFC_MEM_LIMIT_IN_MB": "17"}
+    plain = run("budget = None\n" + body, COUNTED)
+    found = run("budget = 17\n" + body, {**COUNTED, **limit})
+    assert found["results"] == plain["results"]
+    assert max(found["peaks"]) / found["predicted"] == pytest.approx(1, abs=0.02)
