@@ -3,8 +3,9 @@
 numba keeps what it compiled beside the sources (or in ``NUMBA_CACHE_DIR``).
 Where it is not there yet, another process compiles it, some ten seconds long,
 so that proofs and heuristics go on meanwhile, and a solve that ends without
-annealing does not wait for it.  A time limit that the user gave is kept all the
-same; the default limit is extended.
+annealing does not wait for it.  Loading it takes a quarter of a second, in a
+thread of its own for the same reason.  A time limit that the user gave is kept
+all the same; the default limit is extended.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +26,7 @@ from .method import Monitor
 
 # Half the time to compile, and the compiled loops are as fast.
 _SETTINGS = {"NUMBA_OPT": "1"}
-_TICK = 0.05  # seconds between looks at the other process
+_TICK = 0.02  # seconds between looks at the other process or thread
 
 _loading = threading.Lock()
 _loaded = threading.Event()
@@ -38,9 +41,11 @@ def load(monitor: Monitor) -> Callable[..., None] | None:
             continue
         try:
             if not _loaded.is_set():
-                if not _cached() and not _compile_aside(monitor):
+                cached = _aside(_cached, monitor)
+                if cached is None or not (cached or _compile_aside(monitor)):
                     return None
-                _call()
+                if not _aside(_call, monitor):
+                    return None
                 _loaded.set()
         finally:
             _loading.release()
@@ -59,9 +64,26 @@ def excuse(monitor: Monitor) -> str:
     if _loaded.is_set() or monitor.remaining() > 0:
         return ""
     return (
-        "annealing, which is compiled once after an install, was not ready in time: solve again "
-        "in ten seconds, or with more time"
+        "annealing was not ready in time (a quarter of a second; ten seconds once after an "
+        "install, when it is compiled): solve again, or with more time"
     )
+
+
+@cache
+def _thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "loading")
+
+
+def _aside(work: Callable[[], bool], monitor: Monitor) -> bool | None:
+    """What some work returns; None if the monitor says stop before.
+
+    It goes on then, and whoever solves next finds it done.
+    """
+    future = _thread().submit(work)
+    while not wait([future], _TICK).done:
+        if monitor.should_stop():
+            return None
+    return future.result()
 
 
 def _compile_aside(monitor: Monitor) -> bool:
@@ -105,8 +127,8 @@ def _indexes() -> list[Path]:
     return list(Path(anneal_at.stats.cache_path).glob(f"*.anneal_at-*.{version}*.nbi"))
 
 
-def _call() -> None:
-    """Calls the code once, which compiles or loads it."""
+def _call() -> bool:
+    """Calls the code once, which compiles or loads it; True when that is done."""
     from .moves import anneal_at
     from .sequence import make_state, make_tables
 
@@ -115,6 +137,7 @@ def _call() -> None:
     state = make_state(graph, tables, (0,), 1, 1)
     random, best = np.ones(1, np.uint64), np.empty(len(state.at), np.int64)
     anneal_at(tables, state, random, best, np.zeros(2), np.ones(5), 1.0, 1)
+    return True
 
 
 if __name__ == "__main__":
