@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+_RECOGNIZED = 48  # characters of a name by which people know its temporary file
+
 
 @contextlib.contextmanager
 def written(path: str | os.PathLike[str]) -> Iterator[TextIO]:
@@ -36,9 +38,8 @@ def written(path: str | os.PathLike[str]) -> Iterator[TextIO]:
 @contextlib.contextmanager
 def _replacing(path: str | os.PathLike[str]) -> Iterator[TextIO]:
     path = Path(os.path.realpath(path))
-    descriptor, temporary = tempfile.mkstemp(
-        dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
-    )
+    beginning = f".{path.name[:_RECOGNIZED]}."  # together it must not be too long for a name
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=beginning, suffix=".tmp")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
             yield file
@@ -103,8 +104,13 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     """Checks early what can be known of a file that is written late.
 
     Raises:
-      OSError: naming ``path``, if it is a folder or its folder is not there.
+      OSError: naming ``path``, if it is a folder, its folder is not there, or its name
+        is too long.
     """
+    with contextlib.suppress(FileNotFoundError):
+        os.stat(path)  # raises where no file could have that name
+    if _open_already(path) is None:
+        path = os.path.realpath(path)  # a link may be to what is not there yet
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; give the name of a file")
@@ -128,8 +134,20 @@ def read_json(path: str | os.PathLike[str], error: type[ValueError]) -> Any:
       error: naming the file, if it is not one.
       OSError: if it cannot be read.
     """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise error(f"{path}: {twice!r} is there twice; which of them counts is not clear")
+        return found
+
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        text = Path(path).read_text(encoding="utf-8-sig")
+        return json.loads(text, object_pairs_hook=once)
+    except error:
+        raise
     except UnicodeDecodeError as problem:
         raise error(f"{path}: not a text file ({problem})") from None
     except (ValueError, RecursionError) as problem:

@@ -48,6 +48,26 @@ def hard(tmp_path: Path) -> Path:
     return path
 
 
+def test_where_a_plan_cannot_be_written_is_told_before_it_is_solved(
+    chain: Path, tmp_path: Path
+) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "no" / "plan.json")
+    for output, reason in ((link, "there is no folder"), (tmp_path / ("n" * 300), "too long")):
+        refused = remat("solve", chain, "--budget", "60%", "-o", output, status=2)
+        assert reason in refused.stderr
+        assert "overhead" not in refused.stdout
+    long = tmp_path / ("n" * 240)  # as long as a name may be: its temporary one is no longer
+    remat("solve", chain, "--budget", "60%", "-o", long)
+    assert Plan.load(long).budget > 0
+
+
+def test_a_key_that_a_file_has_twice_is_refused(chain: Path) -> None:
+    text = chain.read_text()
+    chain.write_text(text.replace('"name":', '"name": "other", "name":', 1))
+    assert "'name' is there twice" in remat("solve", chain, "--budget", "60%", status=2).stderr
+
+
 def test_a_plan_is_written_shown_and_drawn(chain: Path, tmp_path: Path) -> None:
     plan, picture = tmp_path / "plan.json", tmp_path / "plan.png"
     printed = remat("solve", chain, "--budget", "60%", "-o", plan).stdout
