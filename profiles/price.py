@@ -374,6 +374,8 @@ def load_pricer(
     try:
         spec = find_device(os.fspath(profile))
     except UnknownDeviceError as error:
+        if path.is_dir():
+            raise TableError(f"{path} is a folder; give a CSV table in it") from None
         if profile not in recorded:
             named = f"; recorded: {', '.join(recorded)}" if recorded else ""
             raise UnknownDeviceError(f"{error}{named}") from None

@@ -189,7 +189,10 @@ def _parsed(path: str, identity: tuple[int, ...]) -> tuple[Table, tuple[str, ...
             path, dtype=str, keep_default_na=False, encoding="utf-8", compression=None
         )
     except (UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
-        raise TableError(f"{path}: not a CSV table of costs ({error})") from None
+        raise TableError(
+            f"{path}: not a CSV table of costs, or one that is damaged ({error}); record it again "
+            "(remat profile), or give another one"
+        ) from None
     missing = [column for column in COLUMNS if column not in frame.columns]
     if missing:
         raise TableError(

@@ -882,6 +882,8 @@ class TestProfileArgument:
             price.load_pricer("rtx-5090")
         with pytest.raises(TableError, match="no such table"):
             price.load_pricer(tmp_path / "none.csv")
+        with pytest.raises(TableError, match="is a folder"):
+            price.load_pricer(tmp_path)
         with pytest.raises(TypeError, match="not 3"):
             price.load_pricer(3)  # type: ignore[arg-type]
         save_table(Table(), tmp_path / "empty.csv")
