@@ -294,6 +294,9 @@ def _results(
     if kind in ("TensorListStack", "TensorListGetItem"):
         stacked = _known(*_list(inputs[0], library))
         return [stacked[1:] if kind == "TensorListGetItem" else stacked]
+    if kind == "TensorListElementShape":
+        rank = _known(*_list(inputs[0], library))[1:].rank
+        return [] if rank is None else [tf.TensorShape([rank])]
     return []
 
 
