@@ -21,7 +21,15 @@ from .loops import LOOPS
 from .memory import creation_events, requests
 from .pieces import CALLS, SHAPES, in_order, name_of, runs
 from .program import LIST_WRITES, Kind, Op, Program, Tensor, build
-from .trace import Trace, TraceError, function_graph, imported, loop_bodies, variable_node
+from .trace import (
+    Trace,
+    TraceError,
+    branch_bodies,
+    function_graph,
+    imported,
+    loop_bodies,
+    variable_node,
+)
 
 
 @dataclass(frozen=True)
@@ -141,10 +149,11 @@ def held_inside(
 ) -> int:
     """Bytes that an operation holds, beside its results, for the functions that it runs.
 
-    Of several branches that is the one that holds most, whichever is taken.  A
-    turn of a loop holds its values beside those of the turn before.  These are
-    the results, but in the first turn, and each turn before has freed what it
-    has taken from lists; what a turn adds to lists is part of the results.
+    Of several branches that is the one that holds most, whichever is taken; it
+    gives up what it is given when it has read it.  A turn of a loop holds its
+    values beside those of the turn before.  These are the results, but in the
+    first turn, and each turn before has freed what it has taken from lists; what
+    a turn adds to lists is part of the results.
 
     Args:
       program: the operations.
@@ -154,8 +163,9 @@ def held_inside(
     op = program.ops[index]
     most, freed = 0, 0
     for body, workspace in functions:
-        asked = requests(body, creation_events(body), workspace)
-        most = max(most, *asked.timeline(0), 0)
+        given_up = _given_up(program, op, body)
+        asked = requests(body, creation_events(body), workspace, given_up)
+        most = max(most, *(live - sum(given_up.values()) for live in asked.timeline(0)), 0)
         if op.type in LOOPS:
             freed = max(freed, _freed(program, op, body))
     there = sum(op.bytes)
@@ -164,11 +174,43 @@ def held_inside(
     return max(0, most - there)
 
 
+def _arguments_of(program: Program, tensors: Sequence[Tensor], body: Program) -> dict[int, Tensor]:
+    """What each argument of a function is, but for variables, by its index."""
+    variables = {source for source, _ in program.captures if source in program.variables}
+    given = [tensor for tensor in tensors if tensor[0] not in variables]
+    return dict(zip(body.inputs, given, strict=True))
+
+
+def _read_once(program: Program, tensor: Tensor) -> bool:
+    """Whether only one operation reads a tensor, and nothing else holds its buffer."""
+    source, number = tensor
+    op = program.ops[source]
+    readers = (program.ops[reader].inputs for reader in program.consumers[source])
+    return (
+        op.kind in (Kind.PURE, Kind.ONCE)
+        and sum((source, number) in inputs for inputs in readers) == 1
+        and tensor not in program.outputs
+        and all(number not in pair for pair in (*op.shares, *op.passed))
+    )
+
+
+def _given_up(program: Program, op: Op, body: Program) -> dict[int, int]:
+    """Bytes of the arguments of a branch that only it reads, by their index there.
+
+    A branch that assigns may read all of them before it has written much.
+    """
+    if op.type not in CONDITIONALS or not op.type.startswith("Stateless"):
+        return {}
+    return {
+        argument: program.ops[source].bytes[number]
+        for argument, (source, number) in _arguments_of(program, op.inputs[1:], body).items()
+        if _read_once(program, (source, number)) and program.ops[source].bytes[number]
+    }
+
+
 def _freed(program: Program, op: Op, body: Program) -> int:
     """Bytes of what a turn of a loop takes from lists that only it reads."""
-    external = {source for source, _ in program.captures if source in program.variables}
-    given = [tensor for tensor in op.inputs if tensor[0] not in external]
-    lists = dict(zip(body.inputs, given, strict=True))
+    lists = _arguments_of(program, op.inputs, body)
     freed = 0
     for each in body.ops:
         if each.type == "TensorListPopBack" and each.inputs[0][0] in lists:
@@ -222,6 +264,7 @@ def _traced(
         graph_def=graph_def,
         graph=graph,
         bodies=loop_bodies(graph, graph_def),
+        branches=branch_bodies(graph, graph_def),
         inputs=inputs,
         captures=tuple(captured.items()),
         outputs=tuple(

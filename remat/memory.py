@@ -218,13 +218,20 @@ def creation_events(program: Program) -> tuple[Event, ...]:
     return tuple(Event(index, 0, op.inputs) for index, op in enumerate(program.ops))
 
 
-def requests(program: Program, events: Sequence[Event], workspace: Mapping[int, int]) -> Requests:
+def requests(
+    program: Program,
+    events: Sequence[Event],
+    workspace: Mapping[int, int],
+    given_up: Mapping[int, int] | None = None,
+) -> Requests:
     """What events ask of the allocator when run one after the other.
 
     Args:
       program: the operations.
       events: their runs, in order; every input comes from an earlier event.
       workspace: bytes that an operation holds only while it runs.
+      given_up: bytes of arguments that nobody else holds: they go with their last reader.
+        They count as asked for when they come.
     """
     ops = program.ops
     references = _references(program, events)
@@ -257,7 +264,10 @@ def requests(program: Program, events: Sequence[Event], workspace: Mapping[int, 
             taken += new
             return new
 
-        if op.kind in (Kind.ARGUMENT, Kind.CONSTANT, Kind.READ):
+        if given_up and event.op in given_up:
+            size = given_up[event.op]
+            outputs = [_Buffer(size, take(size))]
+        elif op.kind in (Kind.ARGUMENT, Kind.CONSTANT, Kind.READ):
             outputs = [_Buffer(0, resident=True) for _ in op.bytes]
         elif op.kind is Kind.ALIAS:
             source, number = event.inputs[0]

@@ -52,11 +52,12 @@ class Op:
       shapes, dtypes: of each output.
       forwards: inputs whose buffer an output may take over, in the order tried.
       forwarded: that output.
-      passed: outputs of a loop that share an input's buffers, each with that input: what no
-        turn changes, and lists of what the turns have read from another list.
-      keeps: lists that a loop returns, each with an input whose buffer is in there, too: what
-        its first turn began with.
-      shares: such lists, each with another output whose buffer is in there, too.
+      passed: outputs of what is no alias that share an input's buffers, each with that input:
+        what no turn of a loop changes, lists of what the turns have read from another list,
+        and optionals.
+      keeps: lists and optionals that a loop or conditional returns, each with an input whose
+        buffer is in there, too: what a first turn began with, or what a branch has read.
+      shares: such lists and optionals, each with another output whose buffer is in there, too.
       parts: lists whose ``bytes`` are so many buffers of one size.
       varies: whether only the run knows the sizes of its outputs; ``bytes`` and
         ``shapes`` are the largest that they can be.
@@ -371,6 +372,9 @@ _LISTS = {"TensorListReserve": 1, "EmptyTensorList": 1}
 # What puts something into one, and which of its inputs that is.
 LIST_WRITES = {"TensorListSetItem": 2, "TensorListPushBack": 1}
 
+# What makes an optional of a value, and a value of an optional.
+_OPTIONALS = frozenset(["OptionalFromValue", "OptionalGetValue"])
+
 _SMALL_CONSTANT = 4096  # bytes of shape arithmetic worth folding
 
 
@@ -479,13 +483,17 @@ def build(trace: Trace, *, turns: Mapping[str, int] | None = None, fold: bool = 
             sizes[0] = max(sizes[0], listed.get(values[operation.inputs[0].name], 0))
         if sizes and operation.outputs[0].dtype == tf.variant:
             listed[len(ops), 0] = sizes[0]
+        if operation.type in _OPTIONALS:
+            kept.passed[0] = sizes[0] = 0
+        if name in trace.branches:
+            kept = _kept_by_branches(trace.branches[name])
         if operation.type in LOOPS:
             for number, tensor in enumerate(operation.inputs):
                 listed[len(ops), number] = listed.get(values[tensor.name], 0)
             kept = _kept(operation, trace.bodies[operation.name], (turns or {}).get(name))
             listed |= {(len(ops), number): size for number, size in kept.listed.items()}
-            for number, size in kept.bytes.items():
-                sizes[number] = size
+        for number, size in kept.bytes.items():
+            sizes[number] = size
         numbers[name] = add(
             Op(
                 name=name,
@@ -739,6 +747,34 @@ def _kept(loop: tf.Operation, body: Body, turns: int | None) -> _Kept:
         kept.bytes[owner] = count * size
         kept.parts[owner] = count
     return kept
+
+
+def _kept_by_branches(branches: Sequence[Body]) -> _Kept:
+    """What a conditional keeps for its gradient, of the branch that keeps most."""
+    most = _Kept()
+    for body in branches:
+        kept = _Kept()
+        arguments = {argument.name: number for number, argument in enumerate(body.arguments)}
+        results = [_source(result) for result in body.results]
+        owners = {
+            result.name: number
+            for number, result in enumerate(results)
+            if result.dtype not in (tf.resource, tf.variant)
+        }
+        for number, result in enumerate(results):
+            values = result.op.inputs if result.op.type == "OptionalFromValue" else ()
+            for value in map(_source, values):
+                shape = _shape(value)
+                if value.name in arguments:  # behind what chooses the branch
+                    kept.keeps.append((number, arguments[value.name] + 1))
+                elif value.name in owners:
+                    kept.shares.append((number, owners[value.name]))
+                elif shape is not None and value.op.type not in ("Const", "ReadVariableOp"):
+                    owners[value.name] = number
+                    kept.bytes[number] = kept.bytes.get(number, 0) + _bytes(value, shape)
+        if sum(kept.bytes.values()) >= sum(most.bytes.values()):
+            most = kept
+    return most
 
 
 def _hint(operation: tf.Operation) -> str:

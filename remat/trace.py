@@ -76,6 +76,8 @@ class Trace:
         known to anyone who reads the graph).
       graph: the same graph imported, for shapes, dtypes and op definitions.
       bodies: of its loops, by the loops' names.
+      branches: of those of its conditionals that return what their gradients need, by
+        the conditionals' names.
       inputs: node names of the step's arguments, in flattened order.
       captures: what the step captured: (node name, external tensor).
       outputs: tensor names of the flattened results.
@@ -91,6 +93,7 @@ class Trace:
     graph_def: graph_pb2.GraphDef
     graph: tf.Graph
     bodies: Mapping[str, Body]
+    branches: Mapping[str, Sequence[Body]]
     inputs: tuple[str, ...]
     captures: tuple[tuple[str, tf.Tensor], ...]
     outputs: tuple[str, ...]
@@ -186,6 +189,7 @@ def trace(
         graph_def=optimised,
         graph=graph,
         bodies=bodies,
+        branches=branch_bodies(graph, optimised),
         inputs=tuple(inputs),
         captures=(
             *(
@@ -244,6 +248,20 @@ def loop_bodies(graph: tf.Graph, graph_def: graph_pb2.GraphDef) -> dict[str, Bod
         loop.name: _body(loop.get_attr("body"), loop.inputs, library)
         for loop in graph.get_operations()
         if loop.type in loops.LOOPS
+    }
+
+
+def branch_bodies(graph: tf.Graph, graph_def: graph_pb2.GraphDef) -> dict[str, list[Body]]:
+    """The branches of those conditionals of a graph that return what their gradients need."""
+    library = {function.signature.name: function for function in graph_def.library.function}
+    return {
+        operation.name: [
+            _body(branch, operation.inputs[1:], library)
+            for branch in conditionals.branches(operation)
+        ]
+        for operation in graph.get_operations()
+        if operation.type in conditionals.CONDITIONALS
+        and any(tensor.dtype == tf.variant for tensor in operation.outputs)
     }
 
 

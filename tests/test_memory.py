@@ -541,11 +541,15 @@ answer(free=free, pieces=[laid.block.bytes, *laid.layout.before, *laid.layout.af
 
 @pytest.mark.parametrize(
     ("kind", "check"),
-    [("branch", False), ("loop", False), ("loop", True), ("open", False), ("open", True)],
+    [
+        *[("branch", False), ("loop", False), ("loop", True), ("open", False), ("open", True)],
+        *[("kept", False), ("kept", True)],
+    ],
 )
 def test_what_functions_hold_while_they_run_is_predicted(kind: str, check: bool) -> None:
     """An update in a branch that is taken every third step; the turns of a loop, and of one
-    whose lists have no length of their own; by the model alone, and corrected by a trial.
+    whose lists have no length of their own; what a branch keeps for its gradient; by the
+    model alone, and corrected by a trial.
 
     What operations of a turn or a branch hold at once depends on how the threads fall out:
     two operations that overlap are 5 % of the peak in the branch.  In the gradient of the loop
@@ -562,10 +566,16 @@ class Turns(keras.layers.Layer):
     def call(self, x):
         return keras.ops.fori_loop(0, 3, lambda turn, x: keras.ops.tanh(x) * 0.9 + 0.1, x)
 
+class Chosen(keras.layers.Layer):
+    def call(self, x):
+        branches = lambda x: x * 2.0, lambda x: keras.ops.gelu(x) * x
+        return keras.ops.switch(keras.ops.cast(keras.ops.sum(x) < 1e9, "int32"), branches, x)
+
 if kind == "branch":
     shape, layers = (512,), [keras.layers.Dense(1024, "relu") for _ in range(2)]
-elif kind == "open":
-    shape, layers = (256, 64), [keras.layers.Dense(64), Turns(), keras.layers.Flatten()]
+elif kind in ("open", "kept"):
+    middle = Turns() if kind == "open" else Chosen()
+    shape, layers = (256, 64), [keras.layers.Dense(64), middle, keras.layers.Flatten()]
 else:
     shape, layers = (64, 32), [keras.layers.LSTM(96, return_sequences=True), keras.layers.LSTM(96)]
 model = keras.Sequential([keras.Input(shape), *layers, keras.layers.Dense(10)])
