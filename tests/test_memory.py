@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 import tensorflow as tf
 from child import COUNTED, EXACT, run
@@ -596,7 +598,9 @@ answer(predicted=step.plan.peak, peaks=peaks)
         above = below = 0.06
     elif kind == "open" and not check:
         below = 0.1
-    assert 1 - below < max(found["peaks"]) / found["predicted"] < 1 + above
+    # Where a branch overlaps with itself it is by chance, and for a step.
+    peak = statistics.median(found["peaks"]) if kind == "kept" else max(found["peaks"])
+    assert 1 - below < peak / found["predicted"] < 1 + above
 
 
 @pytest.mark.long
