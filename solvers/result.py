@@ -93,6 +93,7 @@ class Result:
       solver: name of the method.
       seconds: that the solve took.
       message: one sentence for people.
+      stopped: whether Ctrl-C or SIGTERM came meanwhile, whatever was proven by then.
     """
 
     status: Status
@@ -110,6 +111,7 @@ class Result:
     solver: str
     seconds: float
     message: str
+    stopped: bool = False
 
     def to_plan(self, graph: Graph, details: Mapping[str, Any] | None = None) -> Plan:
         """The schedule and its figures as a plan that can be saved.

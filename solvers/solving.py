@@ -273,7 +273,7 @@ def frontier(
         bound = max(bound, result.lower_bound) if by_cost else result.lower_bound
         results[budget] = _with_bound(graph, result, bound, by_cost)
         start = result.schedule or start
-        if result.status is Status.INTERRUPTED:
+        if result.stopped:
             break
 
     def figure(result: Result) -> float:
@@ -491,6 +491,7 @@ class _Judge:
                 solver=self.solver,
                 seconds=self.monitor.elapsed(),
                 message=message,
+                stopped=interrupted,
             )
 
 

@@ -343,6 +343,24 @@ def test_a_method_needs_no_name() -> None:
     assert result.overhead == 0
 
 
+def test_a_frontier_ends_where_it_is_interrupted_whatever_is_proven() -> None:
+    """No schedule fits any of the budgets, and the least peak is looked for meanwhile."""
+    count = 400
+    backward = tuple((index, count - 1 - index) for index in range(count // 2 - 1))
+    edges = (*((index, index + 1) for index in range(count - 1)), *backward)
+    graph = Graph("chain", tuple(Node(str(n), 1.0, 1 + n % 9) for n in range(count)), edges)
+    seen = []
+
+    def interrupt(result: Result) -> None:
+        if not seen:
+            os.kill(os.getpid(), signal.SIGINT)
+        seen.append(result)
+
+    (result,) = frontier(graph, [10, 9, 8], time_limit=3, workers=1, progress=interrupt)
+    assert result.status is Status.INFEASIBLE
+    assert result.stopped
+
+
 def test_a_frontier_goes_down_to_what_is_infeasible() -> None:
     graph = unit_chain(5)
     results = frontier(graph, [1, 2, 5, 6], solver="anneal", moves=20_000)
