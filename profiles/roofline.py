@@ -730,7 +730,11 @@ _COUNTS: Mapping[str, Callable[[OpSignature], Work]] = _table(
         "DenseBincount Bincount",
     ),
     (_sparse_segments, "SparseSegmentSum SparseSegmentMean SparseSegmentSqrtN"),
-    (_scatter_variable, "ResourceScatterAdd ResourceScatterSub ResourceScatterUpdate"),
+    (
+        _scatter_variable,
+        "ResourceScatterAdd ResourceScatterSub ResourceScatterUpdate ResourceScatterNdAdd "
+        "ResourceScatterNdSub ResourceScatterNdUpdate",
+    ),
     (_part_of_variable, "ResourceStridedSliceAssign"),
     (
         _random,

@@ -29,6 +29,7 @@ from tensorflow.core.framework import (
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.framework import function_def_to_graph, kernels, smart_cond
+from tensorflow.python.ops import handle_data_util
 
 from . import conditionals, inline, loops
 from .allocator import UNWRITTEN
@@ -406,6 +407,13 @@ def _body(
     function = library[called.name]
     shapes = [tensor.shape for tensor in arguments]
     graph_def, names = function_graph(function, shapes, library.values())
+    nodes = {node.name: node for node in graph_def.node}
+    for argument, tensor in zip(function.signature.input_arg, arguments, strict=True):
+        if tensor.dtype == tf.resource:  # some operations ask what is behind a handle
+            behind = handle_data_util.get_resource_handle_data(tensor).shape_and_type
+            if len(behind) == 1:
+                variable = variable_node(argument.name, behind[0].dtype, behind[0].shape)
+                nodes[argument.name].CopyFrom(variable)
     graph = imported(graph_def)
     results = [function.ret[result.name] for result in function.signature.output_arg]
     return Body(

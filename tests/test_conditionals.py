@@ -33,6 +33,9 @@ tf.switch_case(tf.cast(count % 3, tf.int32), [
     "random numbers": """
 tf.cond(even, lambda: tf.nn.dropout(x @ w[0], 0.5) / 3.0, lambda: x + tf.random.normal([8, 16]))
 """,
+    "rows of a variable, by what asks for its shape": """
+tf.cond(even, lambda: rows(x), lambda: again(lambda x: tf.tanh(rows(x)), x))
+""",
     "a loop in a branch": """
 tf.cond(even, lambda: again(lambda x: tf.tanh(x @ w[0] / 3.0), x), lambda: log(x @ w[1] / 3.0))
 """,
@@ -91,6 +94,11 @@ def trained(value, wrapped):
         logged.assign(logged + x)
         return x + one
 
+    def rows(x):
+        logged.scatter_nd_add([[1], [3]], x[2:4] / 3.0)
+        other.scatter_nd_update([[0], [5]], logged[1:3])
+        return x + other / 7.0
+
     def clear(x):
         before = tf.reduce_sum(other)
         other.assign(tf.zeros((8, 16)))
@@ -99,7 +107,7 @@ def trained(value, wrapped):
     def step(x):
         count.assign_add(1)
         names = dict(
-            x=x, w=w, count=count, even=count % 2 == 0, log=log, swap=swap, clear=clear
+            x=x, w=w, count=count, even=count % 2 == 0, log=log, swap=swap, clear=clear, rows=rows
         )
         with tf.GradientTape() as tape:
             y = eval(value, globals() | names)
