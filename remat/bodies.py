@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2, types_pb2
+from tensorflow.core.framework import graph_pb2
 from tensorflow.core.framework.function_pb2 import FunctionDef
 
 from .conditionals import CONDITIONALS
@@ -21,15 +21,7 @@ from .loops import LOOPS
 from .memory import creation_events, requests
 from .pieces import CALLS, SHAPES, in_order, name_of, runs
 from .program import LIST_WRITES, Kind, Op, Program, Tensor, build
-from .trace import (
-    Trace,
-    TraceError,
-    branch_bodies,
-    function_graph,
-    imported,
-    loop_bodies,
-    variable_node,
-)
+from .trace import Trace, TraceError, branch_bodies, function_graph, imported, loop_bodies
 
 
 @dataclass(frozen=True)
@@ -182,13 +174,18 @@ def _arguments_of(program: Program, tensors: Sequence[Tensor], body: Program) ->
 
 
 def _read_once(program: Program, tensor: Tensor) -> bool:
+    """Whether only one operation reads a tensor."""
+    readers = (program.ops[reader].inputs for reader in program.consumers[tensor[0]])
+    return sum(tensor in inputs for inputs in readers) == 1
+
+
+def _held_once(program: Program, tensor: Tensor) -> bool:
     """Whether only one operation reads a tensor, and nothing else holds its buffer."""
     source, number = tensor
     op = program.ops[source]
-    readers = (program.ops[reader].inputs for reader in program.consumers[source])
     return (
         op.kind in (Kind.PURE, Kind.ONCE)
-        and sum((source, number) in inputs for inputs in readers) == 1
+        and _read_once(program, tensor)
         and tensor not in program.outputs
         and all(number not in pair for pair in (*op.shares, *op.passed))
     )
@@ -204,7 +201,7 @@ def _given_up(program: Program, op: Op, body: Program) -> dict[int, int]:
     return {
         argument: program.ops[source].bytes[number]
         for argument, (source, number) in _arguments_of(program, op.inputs[1:], body).items()
-        if _read_once(program, (source, number)) and program.ops[source].bytes[number]
+        if _held_once(program, (source, number)) and program.ops[source].bytes[number]
     }
 
 
@@ -216,8 +213,7 @@ def _freed(program: Program, op: Op, body: Program) -> int:
         if each.type == "TensorListPopBack" and each.inputs[0][0] in lists:
             source, number = lists[each.inputs[0][0]]
             parts = dict(program.ops[source].parts).get(number)
-            readers = (program.ops[reader].inputs for reader in program.consumers[source])
-            if parts and sum((source, number) in inputs for inputs in readers) == 1:
+            if parts and _read_once(program, (source, number)):
                 freed += program.ops[source].bytes[number] // parts
     return freed
 
@@ -246,17 +242,16 @@ def _traced(
     external = dict(program.captures)
     shapes = [tf.TensorShape(program.ops[source].shapes[number]) for source, number in given]
     arguments = _arguments(function)
-    graph_def, tensors = function_graph(function, shapes, program.library.library.function)
-    captured = {
-        name: external[source]
+    sources = {
+        name: source
         for name, (source, _) in zip(arguments, given, strict=True)
         if source in external and source in program.variables
     }
-    for node in graph_def.node:
-        if node.name in captured and node.attr["dtype"].type == types_pb2.DT_RESOURCE:
-            spec = program.variables[given[arguments.index(node.name)][0]]
-            shape = spec.shape.as_proto()
-            node.CopyFrom(variable_node(node.name, spec.dtype.as_datatype_enum, shape))
+    captured = {name: external[source] for name, source in sources.items()}
+    variables = {name: program.variables[source] for name, source in sources.items()}
+    graph_def, tensors = function_graph(
+        function, shapes, program.library.library.function, variables
+    )
     _describe_parts(graph_def, lists)
     graph = imported(graph_def)
     inputs = tuple(name for name in arguments if name not in captured)

@@ -132,8 +132,11 @@ def _rewrite(function: FunctionDef, given: Mapping[str, Set[tf.TensorSpec]]) -> 
         handle, value, *controls = node.input
         # Nobody is to hold the old value any more, or the new one is written elsewhere.
         handles = dict.fromkeys((name_of(handle), _argument(handle, nodes)))
-        kept = _keep_for_later(function, node, spec.dtype, handles, readers)
-        for holder in [*kept, *sorted(_holders(node, handles, readers))]:
+        reads = [reader for name in handles for reader in readers[name]]
+        reads = [reader for reader in reads if reader.op == "ReadVariableOp"]
+        after = _after(node, readers)
+        kept = _keep_for_later(function, node, spec.dtype, reads, after, readers)
+        for holder in [*kept, *sorted(_holders(reads, readers) - after)]:
             if f"^{holder}" not in controls:
                 controls.append(f"^{holder}")
                 readers[holder].append(node)
@@ -159,20 +162,20 @@ def _rewrite(function: FunctionDef, given: Mapping[str, Set[tf.TensorSpec]]) -> 
     return len(found)
 
 
-def _holders(
-    node: NodeDef, handles: Iterable[str], readers: Mapping[str, Iterable[NodeDef]]
-) -> set[str]:
-    """What holds the value of a variable that was read, but for what comes after a node."""
-    after = _after(node, readers)
-    found: set[str] = set()
-    reads = (reader for name in dict.fromkeys(handles) for reader in readers.get(name, ()))
-    waiting = [read.name for read in reads if read.op == "ReadVariableOp"]
+def _holders(reads: Iterable[NodeDef], readers: Mapping[str, list[NodeDef]]) -> set[str]:
+    """What holds what was read of a variable."""
+    values = {name_of(value) for read in reads for value in _values(read, readers)}
+    return {reader.name for name in values for reader in readers[name]}
+
+
+def _values(read: NodeDef, readers: Mapping[str, list[NodeDef]]) -> set[str]:
+    """References to what was read of a variable: the reading, and what hands it on."""
+    found, waiting = {f"{read.name}:value:0"}, [read]
     while waiting:
-        for reader in readers.get(waiting.pop(), ()):
-            if reader.name not in after and reader.name not in found:
-                found.add(reader.name)
-                if reader.op == "Identity":
-                    waiting.append(reader.name)
+        for reader in readers[waiting.pop().name]:
+            if reader.op == "Identity":
+                found.add(f"{reader.name}:output:0")
+                waiting.append(reader)
     return found
 
 
@@ -180,7 +183,8 @@ def _keep_for_later(
     function: FunctionDef,
     node: NodeDef,
     dtype: tf.DType,
-    handles: Iterable[str],
+    reads: Iterable[NodeDef],
+    after: Set[str],
     readers: Mapping[str, list[NodeDef]],
 ) -> list[str]:
     """Copies what was read of a variable before a node assigns another value to it, for
@@ -188,21 +192,23 @@ def _keep_for_later(
 
     TensorFlow would copy, too, but so that the variable has moved.
 
+    Args:
+      function: the function.
+      node: the assignment.
+      dtype: of the variable.
+      reads: the operations that read it.
+      after: the names of the node and of all that comes after it.
+      readers: of each operation; kept up to date.
+
     Returns:
       The names of the copies.
     """
-    after, copies = _after(node, readers), []
-    for read in [reader for name in handles for reader in readers[name]]:
-        if read.op != "ReadVariableOp" or read.name in after:
+    copies = []
+    for read in reads:
+        if read.name in after:
             continue
-        same = {f"{read.name}:value:0"}  # and what hands it on
-        waiting = [read]
-        while waiting:
-            for reader in readers[waiting.pop().name]:
-                if reader.op == "Identity" and f"{reader.name}:output:0" not in same:
-                    same.add(f"{reader.name}:output:0")
-                    waiting.append(reader)
-        names = {name_of(reference) for reference in same}
+        same = _values(read, readers)
+        names = {name_of(value) for value in same}
         late = [
             reader
             for name in sorted(names)

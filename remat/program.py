@@ -674,7 +674,7 @@ def _hands_on(operation: tf.Operation) -> bool:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What of a loop's outputs is not simply the last turn's.
+    """What outputs hold that is not simply a value of their own.
 
     Attributes:
       passed, keeps, shares, parts: as ``Op`` has them.

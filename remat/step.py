@@ -219,17 +219,13 @@ class CompiledStep:
         if self.device.counted:
             _own_buffers(program)
             gc.collect()  # what an earlier training left, and Python has not freed yet
-            alone = replace(pool, constants=(), arguments=(), results=())
-            pool = replace(
-                pool,
-                held=_held(program, alone, self.device),
-                highest=allocator.peak_before_claims(self.device),
-            )
+            pool = self._with_others(pool, 0)
+            pool = replace(pool, highest=allocator.peak_before_claims(self.device))
             peak = plain_usage(plain, pool).peak
             budget, source = self._resolve_budget(peak)
             # Replicas run side by side.
-            several = tf.distribute.get_strategy().num_replicas_in_sync > 1
-            pool = replace(pool, shared=several or options.quiet is False)
+            alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
+            pool = replace(pool, shared=not alone or options.quiet is False)
             if options.quiet is False:
                 ahead = _AHEAD_SHARE * min(budget, peak) // max(1, sum(pool.arguments))
                 pool = replace(pool, ahead=min(_AHEAD, int(ahead)))
@@ -506,9 +502,14 @@ class CompiledStep:
         if laid is not None:
             pool = replace(pool, layout=laid.layout, quiet=not pool.shared)
         elif self.device.counted:  # another step's weights, say, may have come meanwhile
-            pool = replace(pool, held=_held(self.prepared.program, pool, self.device))
+            pool = self._with_others(pool, pool.resident - sum(pool.held))
         self._laid = laid
         self.prepared = replace(self.prepared, pool=pool)
+
+    def _with_others(self, pool: Pool, own: int) -> Pool:
+        """The pool with what is in use now and it does not count, nor ``own`` bytes beside."""
+        others = allocator.bytes_in_use(self.device) - sum(pool.held) - own
+        return replace(pool, held=(*pool.held, others)) if others > 0 else pool
 
     def _solve(
         self,
@@ -877,18 +878,6 @@ class CompiledStep:
         started = time.perf_counter()
         yield
         self.seconds[stage] = time.perf_counter() - started
-
-
-def _held(program: Program, pool: Pool, device: allocator.Device) -> tuple[int, ...]:
-    """What a step finds in memory: its variables, and what else there is.
-
-    That is what is in use now, less what a pool counts beside, and no less than it has
-    counted: the batch may not be there now.
-    """
-    own = tuple(size for size in program.variable_bytes.values() if size)
-    between = sum(pool.constants) + sum(pool.arguments) + sum(pool.results)
-    other = max(allocator.bytes_in_use(device) - between, sum(pool.held)) - sum(own)
-    return (*own, other) if other > 0 else own
 
 
 def _as_tensor(value: Any, spec: tf.TensorSpec) -> tf.Tensor:

@@ -406,14 +406,13 @@ def _body(
     """A function's operations, with the shapes that they have for some arguments."""
     function = library[called.name]
     shapes = [tensor.shape for tensor in arguments]
-    graph_def, names = function_graph(function, shapes, library.values())
-    nodes = {node.name: node for node in graph_def.node}
+    variables = {}
     for argument, tensor in zip(function.signature.input_arg, arguments, strict=True):
-        if tensor.dtype == tf.resource:  # some operations ask what is behind a handle
+        if tensor.dtype == tf.resource:
             behind = handle_data_util.get_resource_handle_data(tensor).shape_and_type
             if len(behind) == 1:
-                variable = variable_node(argument.name, behind[0].dtype, behind[0].shape)
-                nodes[argument.name].CopyFrom(variable)
+                variables[argument.name] = tf.TensorSpec(behind[0].shape, behind[0].dtype)
+    graph_def, names = function_graph(function, shapes, library.values(), variables)
     graph = imported(graph_def)
     results = [function.ret[result.name] for result in function.signature.output_arg]
     return Body(
@@ -427,6 +426,7 @@ def function_graph(
     function: function_pb2.FunctionDef,
     shapes: Sequence[tf.TensorShape],
     library: Iterable[function_pb2.FunctionDef],
+    variables: Mapping[str, tf.TensorSpec],
 ) -> tuple[graph_pb2.GraphDef, dict[str, str]]:
     """The graph of a function for arguments of some shapes.
 
@@ -434,6 +434,7 @@ def function_graph(
       function: the function; its arguments become placeholders.
       shapes: of its arguments.
       library: the functions that it may call, and that the graph has.
+      variables: behind handles, by the names of arguments: some operations ask for them.
 
     Returns:
       The graph, and the names that tensors have there, by those in the function.
@@ -444,6 +445,11 @@ def function_graph(
         tf.graph_util.import_graph_def(known, name="")
         graph_def, names = function_def_to_graph.function_def_to_graph_def(function, shapes)
     graph_def.library.CopyFrom(known.library)
+    for node in graph_def.node:
+        if node.name in variables:
+            spec = variables[node.name]
+            shape = spec.shape.as_proto()
+            node.CopyFrom(variable_node(node.name, spec.dtype.as_datatype_enum, shape))
     return graph_def, names
 
 

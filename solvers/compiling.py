@@ -64,8 +64,8 @@ def excuse(monitor: Monitor) -> str:
     if _loaded.is_set() or monitor.remaining() > 0:
         return ""
     return (
-        "annealing was not ready in time (a quarter of a second; ten seconds once after an "
-        "install, when it is compiled): solve again, or with more time"
+        "annealing, which is compiled once after an install (ten seconds) and loaded once a "
+        "process (a quarter of one), was not ready in time: solve again, or with more time"
     )
 
 

@@ -107,10 +107,10 @@ def check_writable(path: str | os.PathLike[str]) -> None:
       OSError: naming ``path``, if it is a folder, its folder is not there, or its name
         is too long.
     """
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         os.stat(path)  # raises where no file could have that name
-    if _open_already(path) is None:
-        path = os.path.realpath(path)  # a link may be to what is not there yet
+    if os.path.islink(path) and _open_already(path) is None:
+        path = os.path.realpath(path)  # it may be to what is not there yet
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; give the name of a file")

@@ -997,7 +997,8 @@ answer(peaks=peaks, predicted=predicted, results=results)
 """
     )
     limit = {"TF_CPU_BFC_MEM_LIMIT_IN_MB": "17"}
-    plain = run("budget = None\n" + body, COUNTED)
-    found = run("budget = 17\n" + body, {**COUNTED, **limit})
+    # On one thread: what overlaps in a branch by chance needs room of its own.
+    plain = run("budget = None\n" + body, EXACT)
+    found = run("budget = 17\n" + body, {**EXACT, **limit})
     assert found["results"] == plain["results"]
     assert max(found["peaks"]) / found["predicted"] == pytest.approx(1, abs=0.02)
