@@ -41,7 +41,7 @@ from .feng_huang import feng_huang
 from .gap_cover import REPAIR, lower_bound
 from .griewank import griewank
 from .method import Monitor, Outcome, Problem
-from .mip import BrokenSolverError, prepare
+from .mip import BrokenSolverError, default_backend, start, wait_for
 from .moments import BACKEND, refine, refine_order
 from .schedule import Schedule, simulate
 
@@ -134,10 +134,13 @@ def _prove(board: _Board) -> None:
     problem, monitor = board.problem, board.monitor
     if monitor.should_stop():
         return
-    prepare(BACKEND, min(2, problem.workers))
+    start(default_backend())
+    start(BACKEND, min(2, problem.workers))
+    wait_for(default_backend(), monitor)
     began = monitor.elapsed()
-    bound, start = lower_bound(problem, monitor.part(_COVER * monitor.remaining()))
+    bound, suggested = lower_bound(problem, monitor.part(_COVER * monitor.remaining()))
     monitor.bounded(bound)
+    began += wait_for(BACKEND, monitor)
     # Where the gap cover proves nothing (random graphs), little more will be proven.
     if bound > problem.graph.cost * (1 + 1e-9):
         share = _SHARE if problem.workers == 1 else _HOPEFUL_SHARE
@@ -145,8 +148,8 @@ def _prove(board: _Board) -> None:
     else:
         share, board.hopeful = _HOPELESS_SHARE, False
     until = began + max(_START, share * (monitor.elapsed() - began + monitor.remaining()))
-    if start is not None:
-        board.offer(start, REPAIR)
+    if suggested is not None:
+        board.offer(suggested, REPAIR)
     left: list[float] = []  # seconds of the usual time
 
     def more() -> float:

@@ -13,6 +13,7 @@ import contextlib
 import importlib.util
 import io
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from typing import IO
 import numpy as np
 
 from .best import check_options
-from .method import Problem
+from .method import Monitor, Problem
 
 BACKENDS = ("cbc", "highs")
 
@@ -37,6 +38,7 @@ BACKENDS = ("cbc", "highs")
 # with a share of its time left, at most so many seconds.
 _EARLY, _MOST_EARLY = 0.1, 1.0
 _TICK = 0.02  # seconds between looks at it
+_START = 1.0  # seconds that one takes to start, at most, where nothing is in its way
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,7 @@ def _waiting(backend: str) -> _Child:
         child.end()
 
 
-def prepare(backend: str, count: int = 1) -> None:
+def start(backend: str, count: int = 1) -> None:
     """Starts solvers that will be needed: starting takes longer than most programs do.
 
     Args:
@@ -251,6 +253,24 @@ def prepare(backend: str, count: int = 1) -> None:
     """
     idle = _idle.setdefault(backend, [])
     idle += [_Child(backend) for _ in range(count - len(idle))]
+
+
+def wait_for(backend: str, monitor: Monitor) -> float:
+    """Waits until the solver that is asked next has started, or the monitor says stop.
+
+    On a busy machine or from a cold disk it takes seconds, which are not to be taken for
+    those of a proof: the solve is extended, if it may, by what is beyond one second.
+
+    Returns:
+      The seconds that it took.
+    """
+    began = monitor.elapsed()
+    child = _waiting(backend)
+    while not child.ready(_TICK) and not monitor.should_stop():
+        if monitor.elapsed() > began + _START:
+            monitor.extend(_TICK)
+    _idle[backend].append(child)
+    return monitor.elapsed() - began
 
 
 @contextlib.contextmanager
@@ -267,6 +287,7 @@ class _Child:
     """A process that solves one program after the other; see ``mip_backends``."""
 
     def __init__(self, backend: str) -> None:
+        self._ready = False
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by end)
         with _interrupts_held_back() if backend == "cbc" else contextlib.nullcontext():
             self._process = subprocess.Popen(
@@ -279,11 +300,21 @@ class _Child:
                 start_new_session=True,
             )
 
+    def ready(self, seconds: float | None) -> bool:
+        """Whether it has started (or failed to) within so many seconds; None: waits for it."""
+        stream = self._process.stdout
+        assert stream is not None
+        if not self._ready and select.select([stream], [], [], seconds)[0]:
+            read_message(stream)
+            self._ready = True
+        return self._ready
+
     def ask(self, question: bytes) -> bytes | None:
         """The answer to a program; None if the process ended before it gave one."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
+        self.ready(None)
         try:
             write_message(process.stdin, question)
         except BrokenPipeError:

@@ -2,11 +2,12 @@
 
 ``python -m remat.solvers.mip_backends cbc|highs`` reads formulations from
 standard input and writes a solution to each to standard output, as messages
-(``mip.write_message``) that hold ``.npz`` files.
+(``mip.write_message``) that hold ``.npz`` files; an empty one says first that it is ready.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import signal
@@ -108,6 +109,7 @@ def highs(problem: Mapping[str, np.ndarray]) -> Answer:
 
 
 _SOLVERS: dict[str, Callable[[Mapping[str, np.ndarray]], Answer]] = {"cbc": cbc, "highs": highs}
+_IMPORTED = {"cbc": "cylp.py.modeling.CyLPModel", "highs": "scipy.optimize"}
 
 
 def _seconds_left(problem: Mapping[str, np.ndarray]) -> float:
@@ -129,6 +131,8 @@ def main() -> None:
     # CBC writes to standard output from C.
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
+    importlib.import_module(_IMPORTED[sys.argv[1]])
+    write_message(answers, b"")
     solver = _SOLVERS[sys.argv[1]]
     while (question := read_message(sys.stdin.buffer)) is not None:
         with np.load(io.BytesIO(question), allow_pickle=False) as problem:

@@ -229,6 +229,20 @@ def test_a_first_solve_does_not_wait_for_what_it_can_do_without(
     assert Plan.load(tmp_path / "plan.json", load_graph(hard)).peak < left.peak
 
 
+_SLOW_START = """
+import sys, time
+if any("mip_backends" in argument for argument in sys.orig_argv):
+    time.sleep(2)
+"""
+
+
+def test_proofs_are_made_where_solvers_take_long_to_start(chain: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_SLOW_START)
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    solved = remat("solve", chain, "--budget", "60%", env={"PYTHONPATH": path})
+    assert "proven optimal" in solved.stdout
+
+
 _SAVE_A_NETWORK = """
 import sys, keras
 layers = [keras.layers.Conv2D(8, 3, activation="relu") for _ in range(8)]
