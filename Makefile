@@ -49,6 +49,7 @@ experiments: $(VENV)/installed-test
 	$(RUN) -m experiments.largest_batch_measured --models SmallUNet --ways plain budgeted --limit 64 --accuracy 0.5
 	$(RUN) -m experiments.sweep_kills --jobs 48
 	$(RUN) -m experiments.predictions --models SmallUNet --shares 0.5 --runs 1
+	$(RUN) -m experiments.at_once --models SmallUNet --turns 3
 	$(RUN) -m experiments.floors --models UNet Transformer
 
 # The install is editable: what is in this folder is what runs.

@@ -187,7 +187,8 @@ def _held_once(program: Program, tensor: Tensor) -> bool:
         op.kind in (Kind.PURE, Kind.ONCE)
         and _read_once(program, tensor)
         and tensor not in program.outputs
-        and all(number not in pair for pair in (*op.shares, *op.passed))
+        and number not in dict(op.passed)
+        and all(number not in pair for pair in op.shares)
     )
 
 

@@ -62,6 +62,29 @@ def lower(
       results.  It may be called eagerly or inside another ``tf.function``.
     """
     graph_def, names = build_graph(program, events, fillers or {})
+    in_turn = not timed and _runs_one_by_one(program)
+    return as_function(program, events, graph_def, names, constants, in_turn=in_turn)
+
+
+def as_function(
+    program: Program,
+    events: Sequence[Event],
+    graph_def: graph_pb2.GraphDef,
+    names: Sequence[str],
+    constants: Mapping[int, tf.Tensor] | None = None,
+    *,
+    in_turn: bool,
+) -> Callable[..., list[tf.Tensor]]:
+    """The function that runs a graph of ``events``.
+
+    Args:
+      program, events, constants: as ``lower`` takes them.
+      graph_def, names: as ``build_graph`` gives them.
+      in_turn: whether the executor runs that has operations run in turn.
+
+    Returns:
+      What ``lower`` returns.
+    """
     newest = {event.op: index for index, event in enumerate(events)}
     outputs = [
         _tensor(program, events, names, newest[op], number) for op, number in program.outputs
@@ -95,7 +118,7 @@ def lower(
         autograph=False,
         experimental_attributes={"_noinline": True},
     ).get_concrete_function()
-    executor = ONE_BY_ONE if not timed and _runs_one_by_one(program) else ""
+    executor = ONE_BY_ONE if in_turn else ""
     captured = inner.captured_inputs
     kinds = [tensor.dtype for tensor in inner.outputs]
 

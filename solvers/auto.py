@@ -7,6 +7,7 @@ The first worker proves: the gap-cover bound (``gap_cover``), whose solution is
 a good start on training graphs of any size; then the program over moments
 (``moments``), whose solutions, even those above the budget, are the best starts
 there are: a cool annealing makes them fit.
+Their time begins once the solvers have started.
 Where the gap cover proves anything, the default time limit is extended; and again
 where a program over moments is cut short and the gap is still wide, but in reach.
 Otherwise workers anneal: the latest such suggestion, again and again with other

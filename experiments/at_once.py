@@ -1,0 +1,68 @@
+"""What does it cost to run one operation at a time, and what would give it back?
+
+    python -m experiments.at_once                  ten minutes on 2 cores
+    python -m experiments.at_once --models ViT --turns 9
+
+A schedule is an order, and the lowered step runs its operations in that order, one
+at a time: so its peak, and the address of every tensor, are known before it runs.
+On a CPU plain TensorFlow runs as many operations at once as there are cores.  Here
+nothing is recomputed and memory is ample, so that the order is all that differs:
+
+plain      the step as TensorFlow runs it
+one        the lowered step
+W at once  the lowered step's operations, each after all but the W - 1 that start last
+           before it, in the order in which two workers would start them (list
+           scheduling, Graham 1969)
+any        the lowered step's operations, each after what it reads
+
+Of the last two nobody could say what lies where.  All steps of a network take turns in
+one process, and each is compared with the plain one beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .models import CASES
+from .process import Runner, Task
+from .tables import begin, command, ended, machine, positive_int, write_csv
+
+MODELS = ("UNet", "Transformer", "ViT", "Decoder", "InceptionV3")
+WIDTHS = (2, 3, 5)
+_TIMEOUT = 1800.0  # seconds
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table and saves it; 1 if a network's process broke down."""
+    parser = command("at_once", __doc__)
+    parser.add_argument("--models", nargs="+", choices=CASES, default=MODELS, metavar="NAME")
+    parser.add_argument("--turns", type=positive_int, default=15, help="of each step (default: 15)")
+    asked = parser.parse_args(arguments)
+    begin(asked.out)
+    runner = Runner(asked.out, "experiments.at_once_child", _TIMEOUT)
+    rows: list[dict[str, Any]] = []
+    for model in asked.models:
+        task = Task("at_once", model, steps=asked.turns, budget=2**40)
+        rows.append({"model": model, "size": CASES[model].size, **runner.result(task)})
+        write_csv([{**row, **machine()} for row in rows], asked.out / "table.csv")
+    print("\n" + table(rows))
+    print(f"\nsaved: {asked.out / 'table.csv'}")
+    return 0 if all(row["status"] == "done" for row in rows) else 1
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows for people."""
+    ways = ("one", *(f"{width} at once" for width in WIDTHS), "any")
+    lines = [f"{'times the plain step':24}{'plain, s':>9}{''.join(f'{way:>11}' for way in ways)}"]
+    for row in rows:
+        if row["status"] != "done":
+            lines.append(f"{row['model']:24}{row['status']}: {row['message'][:200]}")
+            continue
+        ratios = "".join(f"{row[way]:11.3f}" for way in ways)
+        lines.append(f"{row['model']:24}{row['plain_seconds']:9.3f}{ratios}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(ended(main))
