@@ -17,7 +17,7 @@ import tensorflow as tf
 from .arena import GRAIN
 from .conditionals import CONDITIONALS
 from .lower import FILLER, node_name
-from .memory import Event, Requests
+from .memory import Event, Requests, scratch_requests
 from .program import Kind, Op, Program, calls
 from .timeline import Allocation
 
@@ -181,7 +181,8 @@ def compare(
             extra[size] -= 1
         if extra.total() or missing.total():
             known = workspace.get(event.op, 0)
-            outputs = sum(expected.elements()) - (known if expected[known] else 0)
+            parts = scratch_requests(program, event.op, known)
+            outputs = sum(expected.elements()) - sum(size for size in parts if size >= GRAIN)
             scratch = max(0, sum(found.elements()) - outputs)
             if scratch > known or (scratch < known and event.op not in before.workspace):
                 found_workspace[event.op] = scratch

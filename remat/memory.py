@@ -10,6 +10,7 @@ operation that reads it is done.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -273,8 +274,9 @@ def requests(
             source, number = event.inputs[0]
             outputs = [buffers[source][number] for _ in op.bytes]
         else:
-            extra, first = workspace.get(event.op, 0), op.type in SCRATCH_FIRST
-            scratch = take(extra) if first else []
+            extra = scratch_requests(program, event.op, workspace.get(event.op, 0))
+            first = op.type in SCRATCH_FIRST
+            scratch = [number for size in extra if first for number in take(size)]
             outputs = []
             slot, passed = _taken_over(op, event, buffers), dict(op.passed)
             parts = dict(op.parts)
@@ -292,7 +294,7 @@ def requests(
                 outputs[output].hold(buffers[source][number])
             for output, held in op.shares:
                 outputs[output].hold(outputs[held])
-            scratch += take(extra) if not first else []
+            scratch += [number for size in extra if not first for number in take(size)]
             if index in until:
                 kept_scratch.setdefault(until[index], []).extend(scratch)
             else:
@@ -315,6 +317,27 @@ def requests(
     return Requests(
         tuple(sizes), tuple(all_taken), tuple(all_given), tuple(kept), tuple(taken_over)
     )
+
+
+def scratch_requests(program: Program, index: int, count: int) -> tuple[int, ...]:
+    """The bytes of each request for an operation's ``count`` bytes of scratch memory.
+
+    ``Einsum`` copies operands whose axes lie in another order than it needs, and its result
+    where that has another order: these are taken to be as many of them as there is room
+    for.  ``MaxPoolGrad`` finds the maxima once more (in the buffer of its last input, if that
+    is nobody else's), and where they were, as 8 bytes each.
+    """
+    op = program.ops[index]
+    sizes = [program.ops[source].bytes[number] for source, number in op.inputs]
+    copied: tuple[int, ...] = ()
+    if op.type == "Einsum":
+        sizes += op.bytes
+        choices = (c for n in range(len(sizes) + 1) for c in itertools.combinations(sizes, n))
+        copied = max((choice for choice in choices if sum(choice) <= count), key=sum)
+    elif op.type == "MaxPoolGrad":
+        where = 8 * sizes[1] // op.dtypes[0].size
+        copied = (count - where,) if count > where else ()
+    return tuple(size for size in (*copied, count - sum(copied)) if size)
 
 
 def _scratch_readers(program: Program, events: Sequence[Event]) -> dict[int, int]:

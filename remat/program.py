@@ -349,7 +349,7 @@ ELEMENTWISE = frozenset([*_UNARY, *_BINARY, "AddN", "Select", "SelectV2", "Cast"
 }  # fmt: skip
 # Kernels that ask for scratch memory before their outputs; others do after.
 SCRATCH_FIRST = frozenset(
-    ["SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits", "MaxPoolGrad"]
+    "SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits MaxPoolGrad Einsum".split()
 )
 # What oneDNN's kernels keep from the forward to the backward operation; alone,
 # each of the two takes it as scratch memory.

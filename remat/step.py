@@ -77,6 +77,7 @@ _MEASURING = threading.RLock()  # the allocator's counters are the whole process
 # a fresh lowering resets random states.
 _REVERSIBLE = (
     *(*ON_VARIABLES, "While", "If", "Case", "StatefulPartitionedCall", "TensorList"),
+    *("Assert", "CheckNumerics"),  # where they fail on zeros, so does the run
     *ASKING,  # of generators; other queues and iterators have handles that are not
 )
 

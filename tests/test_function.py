@@ -303,6 +303,36 @@ answer(same=bool(np.all(plain == np.array(remat.function(step, budget="64MiB", p
     assert found["same"]
 
 
+def test_a_step_with_assertions_is_measured_before_it_runs() -> None:
+    found = run(
+        """
+w = tf.Variable(tf.eye(64))
+
+@remat.function(budget="64MiB", profile={})
+def step(x, least):
+    y = tf.debugging.check_numerics(x @ w, "y")
+    loss = tf.reduce_mean(y)
+    tf.debugging.assert_less(loss, least + 1e9)
+    w.assign_sub(0.1 * tf.transpose(x) @ y)
+    return loss
+
+compiled = step.compiled(tf.TensorSpec((4096, 64)), tf.TensorSpec(()))
+measured = compiled.measured_peak
+same_weights = bool(np.all(w.numpy() == np.eye(64)))
+step(tf.ones((4096, 64)), 0.0)
+try:
+    step(tf.ones((4096, 64)), -2e9)
+except tf.errors.InvalidArgumentError as error:
+    said = error.message
+answer(measured=measured, same_weights=same_weights, said=said)
+""",
+        COUNTED,
+    )
+    assert found["measured"] > 2**20
+    assert found["same_weights"]
+    assert "assertion failed" in found["said"]
+
+
 def test_arguments_are_not_cut_off() -> None:
     found = run(
         """

@@ -645,17 +645,35 @@ answer(peaks=peaks, overhead=step.plan.overhead)
     assert max(found["peaks"]) <= limit << 20
 
 
-def test_what_operations_ask_for_comes_in_the_order_that_is_predicted() -> None:
-    """Scratch memory before results or after them: what lies where depends on it."""
+@pytest.mark.parametrize("kind", ["MaxPoolGrad", "Einsum"])
+def test_what_operations_ask_for_comes_in_the_order_that_is_predicted(kind: str) -> None:
+    """Scratch memory before results or after them, and in which pieces: what lies where
+    depends on it."""
     found = run(
-        """
+        f"""
+kind = {kind!r}
+"""
+        + """
 exact()
 from remat.arena import GRAIN
 from remat.lower import node_name
 from remat.memory import requests
 from remat.timeline import record
+class Experts(keras.layers.Layer):
+    def build(self, shape):
+        self.up = self.add_weight(shape=(4, 64, 128))
+        self.down = self.add_weight(shape=(4, 128, 64))
+    def call(self, x):
+        hidden = tf.nn.gelu(tf.einsum("btd,edh->bteh", x, self.up))
+        return x + tf.einsum("bteh,ehd->btd", hidden, self.down)
+
 model = keras.Sequential([keras.Input((32, 32, 3))])
-for _ in range(2):
+if kind == "Einsum":
+    model.add(keras.layers.Conv2D(64, 8, 8))
+    model.add(keras.layers.Reshape((16, 64)))
+    model.add(Experts())
+    model.add(Experts())
+for _ in range(2 if kind == "MaxPoolGrad" else 0):
     model.add(keras.layers.Conv2D(16, 3, padding="same", use_bias=False))
     model.add(keras.layers.BatchNormalization())
     model.add(keras.layers.ReLU())
@@ -676,12 +694,12 @@ nodes = {node_name(prepared.program, event) for event in planned.events}
 answer(
     expected=[size for size in expected if size >= GRAIN],
     found=[one.requested for one in recorded if one.requested >= GRAIN and one.op in nodes],
-    pools=names.count("MaxPoolGrad"),
+    count=names.count(kind),
 )
 """,
         {**COUNTED, **EXACT},
     )
-    assert found["pools"] == 2
+    assert found["count"] == {"MaxPoolGrad": 2, "Einsum": 12}[kind]
     assert found["found"] == found["expected"]
 
 
