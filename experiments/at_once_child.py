@@ -8,22 +8,18 @@ from __future__ import annotations
 import heapq
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import tensorflow as tf
 
 from remat.lower import as_function, build_graph
 from remat.memory import Event
 from remat.program import Kind, Program
 
 from .at_once import WIDTHS
-from .child import Training
+from .child import WARM_UP, Training, step_seconds
 from .models import CASES
 from .process import Task, serve
 
-_WARM_UP = 3  # steps that are not timed
 _WORKERS = 2
 _AHEAD = 300  # operations after the first that has not started: what is later waits for it
 
@@ -42,37 +38,28 @@ def at_once(task: Task) -> dict[str, Any]:
         if program.ops[event.op].kind in (Kind.PURE, Kind.ONCE) and event.op not in program.unfolded
     ]
     started = _starts(program, events, [seconds[event.op] for event in events], chain)
-    plain = training.plain_step()
-    ways: dict[str, Callable[[], Any]] = {
-        "plain": lambda: plain(*batch),
-        "one": _ordered(program, events, chain, 1, batch),
-        **{
-            f"{width} at once": _ordered(program, events, started, width, batch) for width in WIDTHS
-        },
-        "any": _ordered(program, events, chain, len(chain), batch),
+    ways: dict[str, Callable[..., object]] = {
+        "plain": training.plain_step(),
+        "one": _ordered(program, events, chain, 1),
+        **{f"{width} at once": _ordered(program, events, started, width) for width in WIDTHS},
+        "any": _ordered(program, events, chain, len(chain)),
     }
     found: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(_WARM_UP + task.steps):
+    for _ in range(WARM_UP + task.steps):
         for way, run in ways.items():
-            began = time.perf_counter()
-            run()
-            if turn >= _WARM_UP:
-                found[way].append(time.perf_counter() - began)
-    base = found.pop("plain")
+            found[way].append(step_seconds(run, batch))
+    timed = {way: each[WARM_UP:] for way, each in found.items()}
+    base = timed.pop("plain")
     ratios = {
-        way: statistics.median(own / other for own, other in zip(own_seconds, base, strict=True))
-        for way, own_seconds in found.items()
+        way: statistics.median(own / other for own, other in zip(each, base, strict=True))
+        for way, each in timed.items()
     }
     return {"plain_seconds": statistics.median(base), **ratios}
 
 
 def _ordered(
-    program: Program,
-    events: Sequence[Event],
-    order: Sequence[int],
-    width: int,
-    batch: Sequence[tf.Tensor],
-) -> Callable[[], Any]:
+    program: Program, events: Sequence[Event], order: Sequence[int], width: int
+) -> Callable[..., object]:
     """The step whose operations that compute start in an order, ``width`` at once.
 
     Each waits for the ``width`` before the ``width - 1`` just before it, and so for all
@@ -89,8 +76,7 @@ def _ordered(
             reads = [name for name in node.input if not name.startswith("^")]
             del node.input[:]
             node.input.extend([*reads, *sorted(after)])
-    run = as_function(program, events, graph_def, names, in_turn=width == 1)
-    return lambda: run(*batch)
+    return as_function(program, events, graph_def, names, in_turn=width == 1)
 
 
 def _effects(program: Program, events: Sequence[Event]) -> list[set[int]]:
@@ -137,7 +123,7 @@ def _starts(
     for index in [index for index, count in enumerate(waiting) if count == 0]:
         make_ready(index)
     started: list[int] = []
-    left = sorted(chain, reverse=True)  # the first that has not started is last
+    left = [*reversed(chain)]  # the first that has not started is last
     has_started = set()
     now = 0.0
     while ready or running:

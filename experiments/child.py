@@ -36,7 +36,7 @@ from .models import Case, case_of
 from .process import Task, serve, start
 
 _HOPELESS = 1 << 20  # bytes; a budget that nothing fits
-_WARM_UP = 3  # steps that are not timed
+WARM_UP = 3  # steps that are not timed
 _LEAST_TURNS, _MOST_TURNS = 9, 41  # of a plain and a lowered step
 _SEARCHES, _SEARCH_STEP = 3, 1.05  # budgets tried above an infeasible one, and by what factor
 _RECORDED = 3  # steps
@@ -213,18 +213,18 @@ def timed(task: Task) -> dict[str, Any]:
     lowered = training.compiled(task.budget, task.plan)
     (batch,) = training.case.batches(1)
     turns: list[tuple[float, float]] = []
-    here = nullcontext(partial(_seconds, training.plain_step(), batch))
+    here = nullcontext(partial(step_seconds, training.plain_step(), batch))
     with here if task.plan is None else _plain_beside(task) as plain:
-        for _ in range(_WARM_UP):
+        for _ in range(WARM_UP):
             plain()
-            _seconds(lowered, batch)
+            step_seconds(lowered, batch)
         while len(turns) < _LEAST_TURNS or (
             len(turns) < _MOST_TURNS and sum(map(sum, turns)) < task.seconds
         ):
             if len(turns) % 2:
-                turns.append((plain(), _seconds(lowered, batch)))
+                turns.append((plain(), step_seconds(lowered, batch)))
             else:
-                turns.append((_seconds(lowered, batch), plain())[::-1])
+                turns.append((step_seconds(lowered, batch), plain())[::-1])
     return {
         # Of neighbours: what else the machine does slows down both.
         "ratio": statistics.median(own / other for other, own in turns),
@@ -276,11 +276,12 @@ def paced(task: Task) -> dict[str, Any]:
     step = training.plain_step()
     (batch,) = training.case.batches(1)
     for _ in sys.stdin:
-        print(_seconds(step, batch), flush=True)
+        print(step_seconds(step, batch), flush=True)
     return {}
 
 
-def _seconds(step: StepFunction, batch: tuple[tf.Tensor, tf.Tensor]) -> float:
+def step_seconds(step: Callable[..., object], batch: tuple[tf.Tensor, tf.Tensor]) -> float:
+    """Seconds of one step, until the device is done with it."""
     started = time.perf_counter()
     step(*batch)
     if _on_gpu():

@@ -328,13 +328,14 @@ def scratch_requests(program: Program, index: int, count: int) -> tuple[int, ...
     is nobody else's), and where they were, as 8 bytes each.
     """
     op = program.ops[index]
+    if not count or op.type not in ("Einsum", "MaxPoolGrad"):
+        return (count,) if count else ()
     sizes = [program.ops[source].bytes[number] for source, number in op.inputs]
-    copied: tuple[int, ...] = ()
     if op.type == "Einsum":
         sizes += op.bytes
         choices = (c for n in range(len(sizes) + 1) for c in itertools.combinations(sizes, n))
         copied = max((choice for choice in choices if sum(choice) <= count), key=sum)
-    elif op.type == "MaxPoolGrad":
+    else:
         where = 8 * sizes[1] // op.dtypes[0].size
         copied = (count - where,) if count > where else ()
     return tuple(size for size in (*copied, count - sum(copied)) if size)

@@ -108,8 +108,11 @@ def highs(problem: Mapping[str, np.ndarray]) -> Answer:
     return status, result.x, bound
 
 
-_SOLVERS: dict[str, Callable[[Mapping[str, np.ndarray]], Answer]] = {"cbc": cbc, "highs": highs}
-_IMPORTED = {"cbc": "cylp.py.modeling.CyLPModel", "highs": "scipy.optimize"}
+# By name: the adapter, and the module that it imports, of a package that may not be there.
+_SOLVERS: dict[str, tuple[Callable[[Mapping[str, np.ndarray]], Answer], str]] = {
+    "cbc": (cbc, "cylp.py.modeling.CyLPModel"),
+    "highs": (highs, "scipy.optimize"),
+}
 
 
 def _seconds_left(problem: Mapping[str, np.ndarray]) -> float:
@@ -131,9 +134,9 @@ def main() -> None:
     # CBC writes to standard output from C.
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
-    importlib.import_module(_IMPORTED[sys.argv[1]])
+    solver, module = _SOLVERS[sys.argv[1]]
+    importlib.import_module(module)  # which takes a while, before it is ready
     write_message(answers, b"")
-    solver = _SOLVERS[sys.argv[1]]
     while (question := read_message(sys.stdin.buffer)) is not None:
         with np.load(io.BytesIO(question), allow_pickle=False) as problem:
             status, values, bound = solver(problem)
