@@ -19,7 +19,7 @@ from tensorflow.core.framework.function_pb2 import FunctionDef
 from .conditionals import CONDITIONALS
 from .loops import LOOPS
 from .memory import creation_events, requests
-from .pieces import CALLS, SHAPES, in_order, name_of, runs
+from .pieces import CALLS, SHAPES, has_pieces, in_order, name_of, runs
 from .program import LIST_WRITES, Kind, Op, Program, Tensor, build
 from .trace import Trace, TraceError, branch_bodies, function_graph, imported, loop_bodies
 
@@ -29,14 +29,15 @@ class Inside:
     """What one operation runs.
 
     Attributes:
-      functions: each as a program of its own, and what its operations run, by their index.
-        Those with a value whose shape is not known, or with a loop in pieces, are left out.
+      functions: by name, each as a program of its own, and what its operations run, by
+        their index.  Those with a value whose shape is not known, or with a loop in pieces,
+        are left out.
       turns: how often they run (of a conditional, one of them does); None if nothing
         says so before the step runs.
       complete: whether no function is left out.
     """
 
-    functions: tuple[tuple[Program, Mapping[int, Inside]], ...]
+    functions: Mapping[str, tuple[Program, Mapping[int, Inside]]]
     turns: int | None
     complete: bool
 
@@ -86,7 +87,7 @@ def _inside(
         if op.type not in (*LOOPS, *CONDITIONALS, *CALLS, *library):
             continue
         functions: dict[str, Program | None] = {}
-        read: list[tuple[Program, Mapping[int, Inside]]] = []
+        read: dict[str, tuple[Program, Mapping[int, Inside]]] = {}
         for name in runs(program.nodes[index]):
             if name not in library or name in functions:
                 continue
@@ -101,7 +102,7 @@ def _inside(
             body = functions[name] = _function(program, inputs, library[name], lists)
             if body is not None:
                 within, made = _inside(body, lists)
-                read.append((body, within))
+                read[name] = (body, within)
                 for number, tensor in enumerate(body.outputs):
                     if tensor in made and len(body.outputs) == len(op.bytes):
                         parts[index, number] = made[tensor]
@@ -117,7 +118,7 @@ def _inside(
             )
             turns = _turns(program, loops[index], loops)
         complete = None not in functions.values()
-        found[index] = Inside(tuple(read), turns, complete)
+        found[index] = Inside(read, turns, complete)
     return found, parts
 
 
@@ -144,8 +145,8 @@ def held_inside(
     Of several branches that is the one that holds most, whichever is taken; it
     gives up what it is given when it has read it.  A turn of a loop holds its
     values beside those of the turn before.  These are the results, but in the
-    first turn, and each turn before has freed what it has taken from lists; what
-    a turn adds to lists is part of the results.
+    first turn, and each turn before has freed what it has taken from lists, which
+    was there before it was taken; what a turn adds to lists is part of the results.
 
     Args:
       program: the operations.
@@ -157,9 +158,12 @@ def held_inside(
     for body, workspace in functions:
         given_up = _given_up(program, op, body)
         asked = requests(body, creation_events(body), workspace, given_up)
-        most = max(most, *(live - sum(given_up.values()) for live in asked.timeline(0)), 0)
-        if op.type in LOOPS:
-            freed = max(freed, _freed(program, op, body))
+        taken = _taken_from_lists(program, op, body) if op.type in LOOPS else {}
+        there = sum(given_up.values())
+        for number, live in enumerate(asked.timeline(0)):
+            there += taken.get(number, 0)
+            most = max(most, live - there)
+        freed = max(freed, sum(taken.values()))
     there = sum(op.bytes)
     if op.type in LOOPS:
         there = min(freed, there) + sum(op.bytes[n] // count for n, count in op.parts if count)
@@ -195,9 +199,9 @@ def _held_once(program: Program, tensor: Tensor) -> bool:
 def _given_up(program: Program, op: Op, body: Program) -> dict[int, int]:
     """Bytes of the arguments of a branch that only it reads, by their index there.
 
-    A branch that assigns may read all of them before it has written much.
+    Where it has no chain (``chains``), it may read all of them before it has written much.
     """
-    if op.type not in CONDITIONALS or not op.type.startswith("Stateless"):
+    if op.type not in CONDITIONALS or has_pieces(body.nodes):
         return {}
     return {
         argument: program.ops[source].bytes[number]
@@ -206,17 +210,17 @@ def _given_up(program: Program, op: Op, body: Program) -> dict[int, int]:
     }
 
 
-def _freed(program: Program, op: Op, body: Program) -> int:
-    """Bytes of what a turn of a loop takes from lists that only it reads."""
+def _taken_from_lists(program: Program, op: Op, body: Program) -> dict[int, int]:
+    """Bytes that operations of a turn of a loop take from lists that only it reads, by index."""
     lists = _arguments_of(program, op.inputs, body)
-    freed = 0
-    for each in body.ops:
+    taken = {}
+    for index, each in enumerate(body.ops):
         if each.type == "TensorListPopBack" and each.inputs[0][0] in lists:
             source, number = lists[each.inputs[0][0]]
             parts = dict(program.ops[source].parts).get(number)
             if parts and _read_once(program, (source, number)):
-                freed += program.ops[source].bytes[number] // parts
-    return freed
+                taken[index] = program.ops[source].bytes[number] // parts
+    return taken
 
 
 def _function(

@@ -19,10 +19,8 @@ from tensorflow.core.framework.node_def_pb2 import NodeDef
 from tensorflow.python.framework import kernels
 
 from .constants import keep_unfolded, repeated
-from .pieces import name_of, runs
+from .pieces import has_pieces, name_of, runs
 from .program import Program, constant_node
-
-_PIECES = ("Enter", "Switch", "_SwitchN")  # of control flow that is in pieces
 
 # What holds which variables, by the name of an argument: more than one if it is called with more.
 _Given = dict[str, set[tf.TensorSpec]]
@@ -114,8 +112,8 @@ def _given(program: Program) -> Mapping[str, _Given]:
 def _rewrite(function: FunctionDef, given: Mapping[str, Set[tf.TensorSpec]]) -> int:
     """Writes what a function assigns in place; returns how many assignments that are."""
     nodes = {node.name: node for node in function.node_def}
-    if any(node.op in _PIECES for node in function.node_def):
-        return 0  # what waits for something in there might wait for what never runs
+    if has_pieces(function.node_def):
+        return 0
     found: list[tuple[NodeDef, tf.TensorSpec]] = []
     for node in function.node_def:
         if node.op == "AssignVariableOp":

@@ -47,6 +47,12 @@ def name_of(reference: str) -> str:
     return reference.removeprefix("^").partition(":")[0]
 
 
+def has_pieces(nodes: Iterable[NodeDef]) -> bool:
+    """Whether loops or conditionals among the nodes of a function are in pieces: what waits
+    for an operation in one might wait for what never runs."""
+    return any(node.op in ("Enter", "Switch", "_SwitchN") for node in nodes)
+
+
 def runs(node: NodeDef) -> list[str]:
     """The names of the functions that a node runs, its own type among them: it may be one."""
     attributes = node.attr.values()

@@ -26,6 +26,7 @@ from .arena import GRAIN, OutOfMemoryError, Pool, aligned
 from .bodies import known_turns
 from .broadcasts import broadcast_late
 from .calibrate import Corrections
+from .chains import chained_in_functions
 from .extract import Extraction, expand, extract, name_for_people
 from .generators import Generators
 from .memory import (
@@ -307,6 +308,7 @@ def prepare(
         progress=lambda done, total, s: say(f"measuring operation {done + 1} of {total}: {s.op}"),
     )
     as_plain, prices = priced[0], priced[-1]
+    rewritten = chained_in_functions(rewritten, prices.functions, unpriced)
     usage = plain_usage(plain_requests(program, as_plain.workspace), pool)
     extraction = extract(
         rewritten,

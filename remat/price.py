@@ -36,6 +36,7 @@ class Prices:
     Attributes:
       seconds: of each operation (0 for what does not compute).
       workspace: bytes an operation holds only while it runs, where there are any.
+      functions: what loops, conditionals and calls run, by name, and their workspace.
       coverage: how much of it was measured, fitted, computed or is not known, and why not
         measured; what loops run counts with all its turns.
       device: name of the device they are for.
@@ -43,6 +44,7 @@ class Prices:
 
     seconds: tuple[float, ...]
     workspace: Mapping[int, int]
+    functions: Mapping[str, tuple[Program, Mapping[int, int]]]
     coverage: Coverage
     device: str
 
@@ -107,18 +109,18 @@ class _Signed:
       program: the program.
       signatures: by operation.
       inside: what loops, conditionals and calls run.
-      functions: these functions.
+      functions: these functions, by name.
     """
 
     program: Program
     signatures: Mapping[int, OpSignature]
     inside: Mapping[int, Inside]
-    functions: Mapping[int, Sequence[_Signed]]
+    functions: Mapping[int, Mapping[str, _Signed]]
 
 
 def _signed(program: Program, found: Mapping[int, Inside]) -> _Signed:
     functions = {
-        index: [_signed(body, within) for body, within in each.functions]
+        index: {name: _signed(*function) for name, function in each.functions.items()}
         for index, each in found.items()
     }
     return _Signed(program, signatures_of(program), found, functions)
@@ -128,7 +130,7 @@ def _count(step: _Signed, runs: Counter[OpSignature], times: int = 1) -> None:
     """Adds how often each operation runs."""
     for index, signature in step.signatures.items() if times else ():
         runs[signature] += times
-        for function in step.functions.get(index, ()):
+        for function in step.functions.get(index, {}).values():
             _count(function, runs, times * step.inside[index].times)
 
 
@@ -143,7 +145,7 @@ def _parts(
         return [(signature, own)]
     functions = [
         [part for other in function.signatures for part in _parts(function, other, price, launch)]
-        for function in step.functions[index]
+        for function in step.functions[index].values()
     ]
     if step.program.ops[index].type in CONDITIONALS:  # whichever is taken
         functions = [max(functions, key=_total, default=[])]
@@ -191,7 +193,7 @@ def _unknown(step: _Signed, price: Callable[[OpSignature], Price]) -> Iterator[s
         if within is not None and kind != "given":
             if within.turns is None or not within.complete:
                 yield signature.op
-            for function in step.functions[index]:
+            for function in step.functions[index].values():
                 yield from _unknown(function, price)
         elif kind == "unknown" and moved >= _LARGE:
             yield signature.op
@@ -204,6 +206,7 @@ def _prices(step: _Signed, price: Callable[[OpSignature], Price], pricer: Pricer
     return Prices(
         seconds=tuple(_total(parts.get(index, ())) for index in range(len(step.program.ops))),
         workspace=_workspace(step, price),
+        functions=_functions(step, price),
         coverage=coverage(itertools.chain.from_iterable(parts.values()), pricer.reasons),
         device=pricer.device.name,
     )
@@ -224,11 +227,23 @@ def _workspace(step: _Signed, price: Callable[[OpSignature], Price]) -> dict[int
                 if program.ops[reader].type == KEPT_SCRATCH[op.type]:
                     workspace.pop(reader, None)
     for index, functions in step.functions.items():
-        inner = [(each.program, _workspace(each, price)) for each in functions]
+        inner = [(each.program, _workspace(each, price)) for each in functions.values()]
         held = held_inside(program, index, inner)
         if held:
             workspace[index] = held
     return workspace
+
+
+def _functions(
+    step: _Signed, price: Callable[[OpSignature], Price]
+) -> dict[str, tuple[Program, Mapping[int, int]]]:
+    """What a step runs, functions of functions included, with their workspace."""
+    found: dict[str, tuple[Program, Mapping[int, int]]] = {}
+    for functions in step.functions.values():
+        for name, function in functions.items():
+            found[name] = function.program, _workspace(function, price)
+            found |= _functions(function, price)
+    return found
 
 
 def signatures_of(program: Program) -> dict[int, OpSignature]:

@@ -227,9 +227,7 @@ class CompiledStep:
             # Replicas run side by side.
             alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
             pool = replace(pool, shared=not alone or options.quiet is False)
-            if options.quiet is False:
-                ahead = _AHEAD_SHARE * min(budget, peak) // max(1, sum(pool.arguments))
-                pool = replace(pool, ahead=min(_AHEAD, int(ahead)))
+            pool = self._with_batches_ahead(pool, min(budget, peak))
             # A share is of a peak that is higher once scratch memory is known.
             spare = budget + _SCRATCH if source == _SHARE else 0
             block = self._claim(pool, budget, spare)
@@ -463,7 +461,11 @@ class CompiledStep:
             self.budget = refused.least_budget
             if self._laid is not None:
                 self._laid.walls.clear()  # what they divide is one again
-            self._divide(self._claim(self.prepared.pool, self.budget))
+            pool = self._with_batches_ahead(
+                self.prepared.pool, min(self.budget, self.prepared.plain.peak)
+            )
+            self.prepared = replace(self.prepared, pool=pool)
+            self._divide(self._claim(pool, self.budget))
             leanest = find_leanest(self.prepared, self.budget, seed=seed, result=schedule)
             if leanest.result.status is Status.INTERRUPTED:
                 break
@@ -474,7 +476,8 @@ class CompiledStep:
                 self._run = self._lower()
                 try:
                     measured, recorded = self._trial()
-                except tf.errors.OpError:  # it fails on zeros
+                except tf.errors.OpError as error:
+                    say.line(f"not measured: it fails on zeros ({type(error).__name__})")
                     break
                 finally:
                     self._give_up_lowered()
@@ -506,6 +509,13 @@ class CompiledStep:
             pool = self._with_others(pool, pool.resident - sum(pool.held))
         self._laid = laid
         self.prepared = replace(self.prepared, pool=pool)
+
+    def _with_batches_ahead(self, pool: Pool, budget: int) -> Pool:
+        """The pool with as many batches of an input pipeline as a budget has room for."""
+        if self.options.quiet is not False:
+            return pool
+        ahead = _AHEAD_SHARE * budget // max(1, sum(pool.arguments))
+        return replace(pool, ahead=min(_AHEAD, int(ahead)))
 
     def _with_others(self, pool: Pool, own: int) -> Pool:
         """The pool with what is in use now and it does not count, nor ``own`` bytes beside."""
@@ -925,7 +935,7 @@ def _may_not_end(program: Program) -> bool:
         for node in nodes
         if node.op in LOOPS
         for test in functions[node.attr["cond"].func.name].node_def
-        if test.attr["T"].type
+        if "T" in test.attr  # reading it would put it there
     )
 
 

@@ -79,7 +79,7 @@ def unfed(graph_def: graph_pb2.GraphDef, arguments: Sequence[str]) -> Unfed:
         f"remat_unfed_{next(_numbers)}",
         graph_def,
         nodes,
-        [(node.name, node.attr["T"].type or node.attr["dtype"].type) for node in captures],
+        [(node.name, node.attr["T" if "T" in node.attr else "dtype"].type) for node in captures],
         within,
         [],
         [
