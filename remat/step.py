@@ -19,7 +19,7 @@ import tensorflow as tf
 from tensorflow.python.eager import record as tape
 
 from . import allocator
-from .arena import Pool, slots_end
+from .arena import GRAIN, Pool, slots_end
 from .calibrate import Corrections, compare
 from .generators import ASKING, Generators, apart, keeps_state, kernel_handles
 from .inplace import stays
@@ -63,7 +63,7 @@ _NOTICED = 1.02  # times a budget: less does not make a share of a corrected pea
 _MOST = 1 << 60  # bytes of a budget
 _SCRATCH = 64 << 20  # bytes of scratch memory that small kernels may take
 _AHEAD, _AHEAD_SHARE = 8, 1 / 32  # batches that a pipeline holds, at most; share of the peak
-_ROOMY = 2  # times the budget: a limit that leaves the allocator a choice of places
+_ROOMY = 2  # times the budget: a limit that leaves a choice of places
 # Steps until batch and results lie where they do for every other step ...
 _SETTLING = 2
 _UNPLACED_SETTLING = 5  # ... and, where the allocator chooses the places, until all else does
@@ -226,7 +226,7 @@ class CompiledStep:
             budget, source = self._resolve_budget(peak)
             # Replicas run side by side.
             alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
-            pool = replace(pool, shared=not alone or options.quiet is False)
+            pool = replace(pool, shared=not alone or options.quiet is False or _varies(program))
             pool = self._with_batches_ahead(pool, min(budget, peak))
             # A share is of a peak that is higher once scratch memory is known.
             spare = budget + _SCRATCH if source == _SHARE else 0
@@ -443,7 +443,7 @@ class CompiledStep:
         except InfeasibleBudgetError as error:
             limit = self.device.limit
             # Places for large results may take what the step itself would.
-            choice = limit is None or limit >= _ROOMY * self.budget
+            choice = self._has_choice(self.budget)
             if self._laid is not None and choice and not say.interrupted:
                 self._laid.walls.clear()
                 self._divide(None)
@@ -510,6 +510,10 @@ class CompiledStep:
         self._laid = laid
         self.prepared = replace(self.prepared, pool=pool)
 
+    def _has_choice(self, budget: int) -> bool:
+        """Whether the device's limit leaves its allocator a choice of places."""
+        return self.device.limit is None or self.device.limit >= _ROOMY * budget
+
     def _with_batches_ahead(self, pool: Pool, budget: int) -> Pool:
         """The pool with as many batches of an input pipeline as a budget has room for."""
         if self.options.quiet is not False:
@@ -556,7 +560,9 @@ class CompiledStep:
             return
         for trial in range(_TRIALS):
             # What a run takes varies where the allocator chooses the places.
-            slack = 0 if self.prepared.pool.quiet else int(_UNPLACED_SLACK * self.budget)
+            slack = 0
+            if not self.prepared.pool.quiet:
+                slack = int(_UNPLACED_SLACK * self.budget) + self.prepared.program.varying
             say.line("measuring one step")
             try:
                 measured, recorded = self._trial()
@@ -599,9 +605,12 @@ class CompiledStep:
             try:
                 self.planned = self._solve(ceiling, say, self.plan.schedule)
             except InfeasibleBudgetError:
-                if corrections or excess > 0:
+                if not corrections and excess <= 0:
+                    break  # it is within the budget, if only just
+                if self._laid is None or not self._has_choice(self.budget):
                     raise
-                break  # it is within the budget, if only just
+                self._divide(None)
+                self.planned = self._solve(None, say, self.plan.schedule)
             self._run = self._lower()
 
     def _testable(self, say: ProgressLine) -> bool:
@@ -921,6 +930,12 @@ def _types(program: Program) -> set[str]:
     for function in program.library.library.function:
         types.update(node.op for node in function.node_def)
     return types
+
+
+def _varies(program: Program) -> bool:
+    """Whether places would be missed: what is smaller than foreseen leaves a piece, which
+    something else takes that is then missed elsewhere."""
+    return any(op.varies and max(op.bytes, default=0) >= GRAIN for op in program.ops)
 
 
 def _may_not_end(program: Program) -> bool:

@@ -609,6 +609,47 @@ answer(losses=losses, digest=digest, peak=peak, again=again)
     assert ours["digest"] == plain["digest"]
 
 
+def test_what_varies_in_size_does_not_upset_the_others_places() -> None:
+    """A detector's loss, of as many boxes as there are; on zeros, of none."""
+    found = run(
+        """
+keras.utils.set_random_seed(0)
+inputs = x = keras.Input((96, 96, 3))
+for width in (16, 32, 64):
+    x = keras.layers.Conv2D(width, 3, 2, padding="same", use_bias=False)(x)
+    x = keras.layers.LeakyReLU(0.1)(keras.layers.BatchNormalization()(x))
+model = keras.Model(inputs, keras.layers.Conv2D(13, 1)(x))
+optimizer = keras.optimizers.Adam(1e-3)
+optimizer.build(model.trainable_variables)
+budget = 44 << 20
+
+@remat.function(budget=budget)
+def step(x, boxes, there):
+    with tf.GradientTape() as tape:
+        found = model(x, training=True)
+        mask = there > 0.5
+        asked = tf.boolean_mask(boxes, mask)
+        loss = tf.reduce_sum(tf.abs(tf.boolean_mask(found[..., :4], mask) - asked))
+        loss += tf.reduce_mean(tf.nn.softmax(tf.boolean_mask(found[..., 5:], mask))[:, :1])
+        loss += tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(there, found[..., 4]))
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+    return loss
+
+rng = np.random.default_rng(0)
+peaks = []
+for share in (0.05, 0.9, 0.1, 1, 0.3, 0.01):
+    shapes = (24, 96, 96, 3), (24, 12, 12, 4)
+    batch = [tf.constant(rng.normal(size=shape).astype("float32")) for shape in shapes]
+    there = tf.constant((rng.uniform(size=(24, 12, 12)) < share).astype("float32"))
+    peaks.append(peak_of(lambda: step(*batch, there)))
+answer(peaks=peaks, budget=budget)
+""",
+        EXACT,
+    )
+    assert max(found["peaks"]) <= found["budget"]
+
+
 def test_out_of_memory_names_the_plan() -> None:
     found = run(
         """
