@@ -15,7 +15,8 @@ from tensorflow.core.framework import graph_pb2, types_pb2
 from tensorflow.core.framework.node_def_pb2 import NodeDef
 
 from .arena import GRAIN
-from .program import Program, constant_node
+from .pieces import constant_node
+from .program import Program
 
 _FILLED = (tf.float16, tf.bfloat16, tf.float32, tf.float64)  # types that every device fills with
 # The mark of what shares a buffer with other operations: one with this attribute is not

@@ -19,8 +19,8 @@ from tensorflow.core.framework.node_def_pb2 import NodeDef
 from tensorflow.python.framework import kernels
 
 from .constants import keep_unfolded, repeated
-from .pieces import has_pieces, name_of, runs
-from .program import Program, constant_node
+from .pieces import constant_node, has_pieces, name_of, runs
+from .program import Program
 
 # What holds which variables, by the name of an argument: more than one if it is called with more.
 _Given = dict[str, set[tf.TensorSpec]]

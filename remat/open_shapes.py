@@ -12,49 +12,54 @@ counts returns as much as it can.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
+from tensorflow.core.framework.function_pb2 import FunctionDef
 from tensorflow.python.framework import tensor_util
 
-from .conditionals import CONDITIONALS
-from .pieces import SHAPES
-from .trace import Trace, imported
+from .conditionals import CONDITIONALS, branches
+from .pieces import SHAPES, constant_node
+from .trace import Trace, body_of, imported
 
 _Shape = tuple[int | None, ...]
 
 
 def largest_shapes(trace: Trace) -> dict[str, tuple[int, ...]]:
     """The largest shape of each value whose own is open, by tensor name, where one is known."""
+    return _largest(trace.graph, trace.graph_def)
+
+
+def _largest(graph: tf.Graph, graph_def: graph_pb2.GraphDef) -> dict[str, tuple[int, ...]]:
     unknown = [
         tensor.name
-        for operation in trace.graph.get_operations()
+        for operation in graph.get_operations()
         for tensor in operation.outputs
         if _is_open(tensor)
     ]
     if not unknown:
         return {}
-    graph_def = graph_pb2.GraphDef()
-    graph_def.CopyFrom(trace.graph_def)
-    nodes = {node.name: node for node in graph_def.node}
-    for operation in trace.graph.get_operations():
+    changed = graph_pb2.GraphDef()
+    changed.CopyFrom(graph_def)
+    library = {function.signature.name: function for function in changed.library.function}
+    nodes = {node.name: node for node in changed.node}
+    for operation in graph.get_operations():
         shape = _given(operation)
         if shape is not None:
             _forget_inputs(nodes[operation.name], operation.outputs[0].dtype, shape)
     settled: set[str] = set()  # operations that return what they were told to
-    graph = trace.graph
     while True:
         try:
-            graph = imported(graph_def)
+            graph = imported(changed)
         except ValueError:  # not all can be at their largest at once
             return _sizes(graph, unknown)
         found = False
         for operation in graph.get_operations():
             if operation.name in settled or not any(map(_is_open, operation.outputs)):
                 continue
-            bounds = _bounds(operation)
+            bounds = _bounds(operation, library)
             if bounds is not None:
                 shapes = nodes[operation.name].attr[SHAPES].list.shape
                 del shapes[:]
@@ -107,15 +112,45 @@ def _is_open(tensor: tf.Tensor) -> bool:
     return tensor.dtype not in (tf.resource, tf.variant) and not tensor.shape.is_fully_defined()
 
 
-def _bounds(operation: tf.Operation) -> list[_Shape] | None:
+def _bounds(operation: tf.Operation, library: Mapping[str, FunctionDef]) -> Sequence[_Shape] | None:
     """The largest shapes of what an operation returns, if it counts and its inputs are known."""
+    if any(map(_is_open, operation.inputs)):
+        return None
+    if operation.type in CONDITIONALS:
+        return _returned(operation, library)
     counted = _COUNTING.get(operation.type)
-    if counted is None or any(map(_is_open, operation.inputs)):
-        return None
-    rows = counted(operation)
-    if rows is None:
-        return None
-    return [_with(tensor.shape, rows) for tensor in operation.outputs]
+    rows = None if counted is None else counted(operation)
+    return None if rows is None else [_with(tensor.shape, rows) for tensor in operation.outputs]
+
+
+def _returned(operation: tf.Operation, library: Mapping[str, FunctionDef]) -> list[_Shape]:
+    """The largest shapes of what a conditional returns, whichever branch it takes."""
+    given = operation.inputs[1:]
+    found = []
+    for branch in branches(operation):
+        body = body_of(branch, given, library)
+        graph_def = body.graph.as_graph_def()
+        nodes = {node.name: node for node in graph_def.node}
+        for argument, tensor in zip(body.arguments, given, strict=True):
+            value = tensor_util.constant_value(tensor)
+            if value is not None:  # it may be a size
+                nodes[argument.op.name].CopyFrom(constant_node(argument.op.name, value))
+        graph = imported(graph_def)
+        largest = _largest(graph, graph_def)
+        results = [graph.get_tensor_by_name(tensor.name) for tensor in body.results]
+        found.append([largest.get(tensor.name, _known(tensor)) for tensor in results])
+    # A branch that is not understood adds rows, as with sparse gradients: all that it reads.
+    rows = (sum(tensor.shape[0] for tensor in operation.inputs if tensor.shape.rank),)
+    return [
+        tuple(map(max, *shapes))
+        if None not in shapes and len(set(map(len, shapes))) == 1
+        else _with(tensor.shape, rows)
+        for tensor, *shapes in zip(operation.outputs, *found, strict=True)
+    ]
+
+
+def _known(tensor: tf.Tensor) -> _Shape | None:
+    return None if _is_open(tensor) else tuple(tensor.shape)
 
 
 def _with(shape: tf.TensorShape, largest: Sequence[int]) -> _Shape:
@@ -197,11 +232,6 @@ def _ranks(operation: tf.Operation) -> tuple[int, ...]:
     return (max(tensor.shape[0] for tensor in operation.inputs),)
 
 
-def _rows_read(operation: tf.Operation) -> tuple[int, ...]:
-    """A branch may add rows, as with sparse gradients in some optimizers: all that it reads."""
-    return (sum(tensor.shape[0] for tensor in operation.inputs if tensor.shape.rank),)
-
-
 # The open dimensions of what these return, the first ones, at most.
 _COUNTING: dict[str, Callable[[tf.Operation], tuple[int, ...] | None]] = {
     "Where": _elements(0),
@@ -225,5 +255,4 @@ _COUNTING: dict[str, Callable[[tf.Operation], tuple[int, ...] | None]] = {
         ("SegmentSum", "SegmentMean", "SegmentMax", "SegmentMin", "SegmentProd"), _segments
     ),
     "StridedSlice": _whole,
-    **dict.fromkeys(CONDITIONALS, _rows_read),
 }

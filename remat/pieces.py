@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 from tensorflow.core.framework.function_pb2 import FunctionDef
@@ -45,6 +46,14 @@ def parted(reference: str) -> tuple[str, int]:
 def name_of(reference: str) -> str:
     """The node that a node of a graph or a function reads."""
     return reference.removeprefix("^").partition(":")[0]
+
+
+def constant_node(name: str, array: np.ndarray) -> NodeDef:
+    """The node of a constant."""
+    node = NodeDef(name=name, op="Const")
+    node.attr["dtype"].type = tf.dtypes.as_dtype(array.dtype).as_datatype_enum
+    node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(array))
+    return node
 
 
 def has_pieces(nodes: Iterable[NodeDef]) -> bool:

@@ -21,6 +21,7 @@ from tensorflow.python.framework import op_def_registry, tensor_util
 
 from .loops import LOOPS
 from .open_shapes import largest_shapes
+from .pieces import constant_node
 from .trace import Body, Trace, TraceError
 
 Tensor = tuple[int, int]  # (operation, output)
@@ -856,14 +857,6 @@ class Rewriter:
         """The new program, once all is written."""
         moved = {old: (new, 0) for old, new in self.moved.items()}
         return self.program.rewritten(self.ops, self.nodes, moved)
-
-
-def constant_node(name: str, array: np.ndarray) -> node_def_pb2.NodeDef:
-    """The node of a constant."""
-    node = node_def_pb2.NodeDef(name=name, op="Const")
-    node.attr["dtype"].type = tf.dtypes.as_dtype(array.dtype).as_datatype_enum
-    node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(array))
-    return node
 
 
 def constant_op(array: np.ndarray, name: str) -> Op:

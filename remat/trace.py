@@ -246,7 +246,7 @@ def loop_bodies(graph: tf.Graph, graph_def: graph_pb2.GraphDef) -> dict[str, Bod
     """The bodies of the loops of a graph, by the loops' names."""
     library = {function.signature.name: function for function in graph_def.library.function}
     return {
-        loop.name: _body(loop.get_attr("body"), loop.inputs, library)
+        loop.name: body_of(loop.get_attr("body"), loop.inputs, library)
         for loop in graph.get_operations()
         if loop.type in loops.LOOPS
     }
@@ -257,7 +257,7 @@ def branch_bodies(graph: tf.Graph, graph_def: graph_pb2.GraphDef) -> dict[str, l
     library = {function.signature.name: function for function in graph_def.library.function}
     return {
         operation.name: [
-            _body(branch, operation.inputs[1:], library)
+            body_of(branch, operation.inputs[1:], library)
             for branch in conditionals.branches(operation)
         ]
         for operation in graph.get_operations()
@@ -353,7 +353,7 @@ def _list(
             known = {_grown(length, inputs[1]) for length in known or {_ANY_LENGTH}}
         return known, parts | {inputs[2].shape}
     if operation.type in loops.LOOPS and _static(inputs):
-        body, slot = _body(operation.get_attr("body"), inputs, library), values.value_index
+        body, slot = body_of(operation.get_attr("body"), inputs, library), values.value_index
         known, parts = _list(inputs[slot], library, before)
         after = _list(body.results[slot], library, [*before, body.arguments[slot]])
         return known | after[0], parts | after[1]
@@ -395,10 +395,10 @@ def _returned(
     library: Mapping[str, function_pb2.FunctionDef],
 ) -> list[tf.Tensor]:
     """What a function returns, with the shapes that it has for some arguments."""
-    return _body(called, arguments, library).results
+    return body_of(called, arguments, library).results
 
 
-def _body(
+def body_of(
     called: attr_value_pb2.NameAttrList,
     arguments: Sequence[tf.Tensor],
     library: Mapping[str, function_pb2.FunctionDef],
