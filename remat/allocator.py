@@ -758,6 +758,18 @@ def _gpu_grows() -> bool:
     return bool(tf.config.experimental.get_memory_growth(gpu))
 
 
+def own(handle: tf.Tensor, variable: tf.TensorSpec) -> None:
+    """Gives a variable a buffer of its own in the allocator's memory, if it has none."""
+    tf.raw_ops.DisableCopyOnRead(resource=handle)
+    # Writing no rows copies, as writing some would, what is not the variable's alone.
+    tf.raw_ops.ResourceScatterUpdate(
+        resource=handle,
+        indices=tf.zeros([0], tf.int32),
+        updates=tf.zeros([0, *variable.shape[1:]], variable.dtype),
+    )
+    tf.raw_ops.DisableCopyOnRead(resource=handle)
+
+
 def overwrite(handle: tf.Tensor, value: tf.Tensor) -> None:
     """Writes a value into a variable's own buffer, so that the pool stays as it was."""
     if value.shape.rank == 0:

@@ -28,6 +28,7 @@ from .broadcasts import broadcast_late
 from .calibrate import Corrections
 from .chains import chained_in_functions
 from .extract import Extraction, expand, extract, name_for_people
+from .gathers import gathered_from_reads
 from .generators import Generators
 from .memory import (
     Event,
@@ -190,17 +191,19 @@ def read(
 def _program(traced: Trace) -> Program:
     """What a step is made of, with the plain step's bits in whatever order it runs."""
 
-    def made(fold: bool, turns: Mapping[str, int] | None = None) -> Program:
-        return merge_bias_gradients(build(traced, turns=turns, fold=fold))
+    rewritten = gathered_from_reads(traced)
+
+    def made(turns: Mapping[str, int] | None = None) -> Program:
+        return merge_bias_gradients(build(rewritten, turns=turns))
 
     def plain() -> Program:
         """As TensorFlow runs it, nothing folded."""
-        program = made(fold=False)
+        program = merge_bias_gradients(build(traced, fold=False))
         return program if traced.taking is None else _taking(program, traced.taking)
 
-    program = made(fold=True)
+    program = made()
     turns = known_turns(program)
-    return order_sums(made(fold=True, turns=turns) if turns else program, plain)
+    return order_sums(made(turns) if turns else program, plain)
 
 
 def _taking(program: Program, type: str) -> Program:

@@ -988,16 +988,12 @@ def _own_buffers(program: Program) -> None:
     """Gives each captured variable a buffer of its own, as its first update would.
 
     Variables that were made while a function was traced (the slots of an optimizer
-    that is built by its first use) share one if they start with equal values.
+    that is built by its first use) share one if they start with equal values; one
+    that starts with an array may have numpy's.
     """
-    taken = set()
     for handle, spec in _variables_of(program):
-        if spec.dtype.is_floating and spec.dtype.size > 1:  # what DLPack knows
-            value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=spec.dtype)
-            if (place := allocator.address(value)) in taken:
-                value = tf.raw_ops.DeepCopy(x=value)
-                tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-            taken.add(place)
+        if stays(spec):
+            allocator.own(handle, spec)
 
 
 def _move_what_moves(program: Program) -> None:
