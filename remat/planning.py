@@ -27,8 +27,8 @@ from .bodies import known_turns
 from .broadcasts import broadcast_late
 from .calibrate import Corrections
 from .chains import chained_in_functions
+from .copy_on_read import without_copy_on_read
 from .extract import Extraction, expand, extract, name_for_people
-from .gathers import gathered_from_reads
 from .generators import Generators
 from .memory import (
     Event,
@@ -191,7 +191,7 @@ def read(
 def _program(traced: Trace) -> Program:
     """What a step is made of, with the plain step's bits in whatever order it runs."""
 
-    rewritten = gathered_from_reads(traced)
+    rewritten = without_copy_on_read(traced)
 
     def made(turns: Mapping[str, int] | None = None) -> Program:
         return merge_bias_gradients(build(rewritten, turns=turns))

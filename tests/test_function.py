@@ -500,6 +500,48 @@ answer(found=found)
     assert "Range" in found["inside"][1]
 
 
+def test_rows_of_variables_are_read_and_written_as_the_plain_step_does() -> None:
+    """Before and after updates of the whole variable and of other rows, in a loop, too."""
+    found = run(
+        """
+exact()
+start = tf.random.stateless_normal((50, 4, 64), [1, 2])
+table = tf.Variable(start)
+
+def step(ids):
+    with tf.GradientTape() as tape:
+        first = tf.nn.embedding_lookup(table, ids)
+        pairs = table.gather_nd(tf.stack([ids, ids % 4], 1))
+        turn = lambda i, total: (i + 1, total + tf.tanh(table.sparse_read(ids + i)))
+        total = tf.while_loop(lambda i, _: i < 3, turn, (0, first))[1]
+        loss = tf.reduce_sum(first**2 * total) + tf.reduce_sum(pairs)
+    gradient = tf.convert_to_tensor(tape.gradient(loss, table))
+    before = table.sparse_read([1, 2])
+    some = tf.raw_ops.ResourceGather(  # some columns of each row
+        resource=table.handle, indices=ids[:50, None] % 4, batch_dims=1, dtype=tf.float32
+    )
+    table.assign_sub(1e-3 * gradient)
+    after = table.sparse_read([1, 2])
+    table.scatter_add(tf.IndexedSlices(tf.ones((3, 4, 64)), [1, 1, 7]))
+    table[5:7].assign(tf.ones((2, 4, 64)))
+    table.assign_add(0.1 * tf.ones_like(table))
+    return loss, before, some, after, table.sparse_read([1, 2]), tf.reduce_sum(table)
+
+ids = [tf.constant(np.random.default_rng(n).integers(0, 48, 60), tf.int32) for n in range(3)]
+
+def run(step):
+    table.assign(start)
+    return [[np.array(r) for r in step(each)] for each in ids], table.numpy()
+
+plain = run(tf.function(step, autograph=False))
+made = remat.function(step, budget="64MiB", check=False, profile={})
+answer(same=same(plain, run(made)))
+""",
+        REPEATABLE,
+    )
+    assert found["same"]
+
+
 def test_what_is_computed_from_values_of_open_sizes_is_the_same() -> None:
     found = run(
         """
