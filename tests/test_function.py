@@ -692,6 +692,30 @@ answer(peaks=peaks, budget=budget)
     assert max(found["peaks"]) <= found["budget"]
 
 
+def test_a_conditional_returns_at_most_what_its_branches_do() -> None:
+    """RMSprop divides the sparse gradient of an embedding in one: of as many rows as there are,
+    in the case of zeros in the divisor, and not of all rows beside those of the batch."""
+    found = run(
+        """
+keras.utils.set_random_seed(0)
+inputs = keras.Input((64,), dtype="int32")
+x = keras.layers.Embedding(40000, 64)(inputs)
+for _ in range(3):
+    x = keras.layers.Dense(64)(keras.layers.Dense(256, "relu")(x))
+outputs = keras.layers.Dense(10)(keras.layers.GlobalAveragePooling1D()(x))
+model = keras.Model(inputs, outputs)
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+specs = tf.TensorSpec((64, 64), tf.int32), tf.TensorSpec((64,), tf.int32)
+step = remat.compile(model, loss, keras.optimizers.RMSprop(), *specs, budget="52MiB")
+peaks = [peak_of(lambda: step(*batch)) for batch in batches(specs, 4)]
+answer(peaks=peaks, predicted=step.plan.peak)
+""",
+        COUNTED,
+    )
+    assert max(found["peaks"]) <= 52 << 20
+    assert 0.97 < max(found["peaks"]) / found["predicted"] < 1.01
+
+
 def test_out_of_memory_names_the_plan() -> None:
     found = run(
         """

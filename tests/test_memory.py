@@ -543,13 +543,13 @@ answer(free=free, pieces=[laid.block.bytes, *laid.layout.before, *laid.layout.af
     ("kind", "check"),
     [
         *[("branch", False), ("loop", False), ("loop", True), ("open", False), ("open", True)],
-        *[("kept", False), ("kept", True)],
+        *[("kept", False), ("kept", True), ("convolutions", True)],
     ],
 )
 def test_what_functions_hold_while_they_run_is_predicted(kind: str, check: bool) -> None:
     """An update in a branch that is taken every third step; the turns of a loop, and of one
-    whose lists have no length of their own; what a branch keeps for its gradient; by the
-    model alone, and corrected by a trial.
+    whose lists have no length of their own; what a branch keeps for its gradient; the scratch
+    memory of the convolutions of a turn; by the model alone, and corrected by a trial.
 
     In the gradient of the loop of three turns operations take over each other's buffers, and
     the model does not see all of that.
@@ -572,6 +572,10 @@ class Chosen(keras.layers.Layer):
 
 if kind == "branch":
     shape, layers = (512,), [keras.layers.Dense(1024, "relu") for _ in range(2)]
+elif kind == "convolutions":
+    recurrent = keras.layers.ConvLSTM2D
+    shape = (6, 24, 24, 1)
+    layers = [recurrent(16, 3, return_sequences=True), recurrent(8, 3), keras.layers.Flatten()]
 elif kind in ("open", "kept"):
     middle = Turns() if kind == "open" else Chosen()
     shape, layers = (256, 64), [keras.layers.Dense(64), middle, keras.layers.Flatten()]
