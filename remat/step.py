@@ -560,9 +560,7 @@ class CompiledStep:
             return
         for trial in range(_TRIALS):
             # What a run takes varies where the allocator chooses the places.
-            slack = 0
-            if not self.prepared.pool.quiet:
-                slack = int(_UNPLACED_SLACK * self.budget) + self.prepared.program.varying
+            slack = 0 if self.prepared.pool.quiet else int(_UNPLACED_SLACK * self.budget)
             say.line("measuring one step")
             try:
                 measured, recorded = self._trial()
