@@ -758,16 +758,21 @@ def _gpu_grows() -> bool:
     return bool(tf.config.experimental.get_memory_growth(gpu))
 
 
+def share(handle: tf.Tensor) -> None:
+    """Has what reads a variable share its buffer, and not copy it (see ``copy_on_read``)."""
+    tf.raw_ops.DisableCopyOnRead(resource=handle)
+
+
 def own(handle: tf.Tensor, variable: tf.TensorSpec) -> None:
     """Gives a variable a buffer of its own in the allocator's memory, if it has none."""
-    tf.raw_ops.DisableCopyOnRead(resource=handle)
+    share(handle)
     # Writing no rows copies, as writing some would, what is not the variable's alone.
     tf.raw_ops.ResourceScatterUpdate(
         resource=handle,
         indices=tf.zeros([0], tf.int32),
         updates=tf.zeros([0, *variable.shape[1:]], variable.dtype),
     )
-    tf.raw_ops.DisableCopyOnRead(resource=handle)
+    share(handle)
 
 
 def overwrite(handle: tf.Tensor, value: tf.Tensor) -> None:
@@ -778,5 +783,4 @@ def overwrite(handle: tf.Tensor, value: tf.Tensor) -> None:
     tf.raw_ops.ResourceStridedSliceAssign(
         ref=handle, begin=[0], end=[0], strides=[1], value=value, ellipsis_mask=1
     )
-    # Assigning to a slice makes every later read a copy; go back to sharing.
-    tf.raw_ops.DisableCopyOnRead(resource=handle)
+    share(handle)  # assigning to a slice makes every later read a copy

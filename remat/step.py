@@ -63,6 +63,7 @@ _NOTICED = 1.02  # times a budget: less does not make a share of a corrected pea
 _MOST = 1 << 60  # bytes of a budget
 _SCRATCH = 64 << 20  # bytes of scratch memory that small kernels may take
 _AHEAD, _AHEAD_SHARE = 8, 1 / 32  # batches that a pipeline holds, at most; share of the peak
+_LARGE_VARIABLE = 1 << 20  # bytes, of which a copy would be noticed
 _ROOMY = 2  # times the budget: a limit that leaves a choice of places
 # Steps until batch and results lie where they do for every other step ...
 _SETTLING = 2
@@ -215,6 +216,11 @@ class CompiledStep:
     def _make(self, traced: Trace, program: Program, name: str, say: ProgressLine) -> None:
         """Divides memory, prices, solves, lowers and checks what was traced."""
         options = self.options
+        self._large = [
+            handle
+            for handle, spec in _variables_of(program)
+            if stays(spec) and spec.shape.num_elements() * spec.dtype.size >= _LARGE_VARIABLE
+        ]
         plain = plain_requests(program)
         pool, block = pool_of(program, plain), None
         if self.device.counted:
@@ -352,6 +358,8 @@ class CompiledStep:
         try:
             if tf.inside_function():
                 return self._inside()(*flat)
+            for handle in self._large:  # rows of it may have been gathered since
+                allocator.share(handle)
             self._keep_layout()
             attempts = 0
             while True:

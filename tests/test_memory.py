@@ -659,7 +659,7 @@ answer(said=said.getvalue(), least=least, peak=peak)
 
 def test_variables_that_would_move_at_their_first_update_have_places() -> None:
     """One that begins with an array that is aligned well has numpy's buffer; one that rows
-    are gathered from is copied by each update."""
+    are gathered from, in the step or between two, is copied by each update."""
     found = run(
         """
 def aligned(array):
@@ -686,8 +686,11 @@ def step(ids):
     return loss
 
 ours = remat.function(step, budget="70%", input_signature=[tf.TensorSpec((64, 64), tf.int32)])
-ids = [tf.constant(rng.integers(0, 4000, (64, 64)), tf.int32) for _ in range(5)]
-peaks = [peak_of(lambda: ours(each)) for each in ids]
+peaks = []
+for _ in range(5):
+    ids = tf.constant(rng.integers(0, 4000, (64, 64)), tf.int32)
+    peaks.append(peak_of(lambda: ours(ids)))
+    tf.nn.embedding_lookup(rows, ids[0])
 answer(peaks=peaks, predicted=ours.plan.peak)
 """,
         COUNTED,
