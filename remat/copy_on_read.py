@@ -10,6 +10,7 @@ turned off.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -28,13 +29,14 @@ _FROM_VALUES = {"ResourceGather": "GatherV2", "ResourceGatherNd": "GatherNd"}
 def without_copy_on_read(traced: Trace) -> Trace:
     """A step that does not turn the mode on, or not for long; the trace itself if it does not.
     ``pieces`` stays as TensorFlow runs it."""
+    functions = (function.node_def for function in traced.graph_def.library.function)
+    if not any(map(_turns_it_on, itertools.chain(traced.graph_def.node, *functions))):
+        return traced
     graph_def = graph_pb2.GraphDef()
     graph_def.CopyFrom(traced.graph_def)
-    functions = graph_def.library.function
-    count = _rewrite(graph_def.node, "", "")
-    count += sum(_rewrite(function.node_def, ":value:0", ":output:0") for function in functions)
-    if not count:
-        return traced
+    _rewrite(graph_def.node, "", "")
+    for function in graph_def.library.function:
+        _rewrite(function.node_def, ":value:0", ":output:0")
     graph = imported(graph_def)
     return replace(
         traced,
@@ -45,16 +47,19 @@ def without_copy_on_read(traced: Trace) -> Trace:
     )
 
 
-def _rewrite(nodes: Any, value: str, output: str) -> int:
-    """Changes some nodes; returns how many it found to change.
+def _turns_it_on(node: NodeDef) -> bool:
+    return node.op in _FROM_VALUES or node.op.startswith(_WRITES_ROWS)
+
+
+def _rewrite(nodes: Any, value: str, output: str) -> None:
+    """Changes the nodes that turn the mode on.
 
     Args:
       nodes: of a graph or a function.
       value, output: what comes after a node's name where its value is read, of a read and
         of a constant.
     """
-    found = [node for node in nodes if node.op in _FROM_VALUES or node.op.startswith(_WRITES_ROWS)]
-    for node in found:
+    for node in [*filter(_turns_it_on, nodes)]:
         if node.op in _FROM_VALUES:
             _gather_from_value(node, nodes, value, output)
         else:
@@ -66,7 +71,6 @@ def _rewrite(nodes: Any, value: str, output: str) -> int:
             share.name, share.device = node.name, node.device
             share.input.extend([node.input[0], f"^{write.name}"])
             node.CopyFrom(share)
-    return len(found)
 
 
 def _gather_from_value(node: NodeDef, nodes: Any, value: str, output: str) -> None:

@@ -202,18 +202,24 @@ def _unknown(step: _Signed, price: Callable[[OpSignature], Price]) -> Iterator[s
 def _prices(step: _Signed, price: Callable[[OpSignature], Price], pricer: Pricer) -> Prices:
     """Prices of a program's operations, with what they hold inside."""
     launch = pricer.device.launch_seconds
+    functions: dict[str, tuple[Program, Mapping[int, int]]] = {}
     parts = {index: _parts(step, index, price, launch) for index in step.signatures}
     return Prices(
         seconds=tuple(_total(parts.get(index, ())) for index in range(len(step.program.ops))),
-        workspace=_workspace(step, price),
-        functions=_functions(step, price),
+        workspace=_workspace(step, price, functions),
+        functions=functions,
         coverage=coverage(itertools.chain.from_iterable(parts.values()), pricer.reasons),
         device=pricer.device.name,
     )
 
 
-def _workspace(step: _Signed, price: Callable[[OpSignature], Price]) -> dict[int, int]:
-    """Bytes that operations hold only while they run, less what they leave to others."""
+def _workspace(
+    step: _Signed,
+    price: Callable[[OpSignature], Price],
+    functions: dict[str, tuple[Program, Mapping[int, int]]],
+) -> dict[int, int]:
+    """Bytes that operations hold only while they run, less what they leave to others; adds to
+    ``functions`` what they run, and the workspace of that."""
     program = step.program
     workspace = {
         index: bytes_
@@ -226,24 +232,15 @@ def _workspace(step: _Signed, price: Callable[[OpSignature], Price]) -> dict[int
             for reader in program.consumers[index]:
                 if program.ops[reader].type == KEPT_SCRATCH[op.type]:
                     workspace.pop(reader, None)
-    for index, functions in step.functions.items():
-        inner = [(each.program, _workspace(each, price)) for each in functions.values()]
-        held = held_inside(program, index, inner)
+    for index, run in step.functions.items():
+        inner = {
+            name: (each.program, _workspace(each, price, functions)) for name, each in run.items()
+        }
+        functions.update(inner)
+        held = held_inside(program, index, inner.values())
         if held:
             workspace[index] = held
     return workspace
-
-
-def _functions(
-    step: _Signed, price: Callable[[OpSignature], Price]
-) -> dict[str, tuple[Program, Mapping[int, int]]]:
-    """What a step runs, functions of functions included, with their workspace."""
-    found: dict[str, tuple[Program, Mapping[int, int]]] = {}
-    for functions in step.functions.values():
-        for name, function in functions.items():
-            found[name] = function.program, _workspace(function, price)
-            found |= _functions(function, price)
-    return found
 
 
 def signatures_of(program: Program) -> dict[int, OpSignature]:

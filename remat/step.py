@@ -451,8 +451,7 @@ class CompiledStep:
         except InfeasibleBudgetError as error:
             limit = self.device.limit
             # Places for large results may take what the step itself would.
-            choice = self._has_choice(self.budget)
-            if self._laid is not None and choice and not say.interrupted:
+            if self._laid is not None and self._has_choice(self.budget) and not say.interrupted:
                 self._laid.walls.clear()
                 self._divide(None)
                 with suppress(InfeasibleBudgetError):
