@@ -689,12 +689,26 @@ def undone_if_refused(device: Device) -> Iterator[None]:
         raise
 
 
-def latest(device: Device, slots: Iterable[int]) -> Laid | None:
-    """The latest layout, if its slots are large enough."""
-    found = _laid.get(device.name)
-    if found is None or not found.layout.serves(slots):
-        return None
-    return found
+def latest(device: Device) -> Laid | None:
+    """The latest layout."""
+    return _laid.get(device.name)
+
+
+def is_as_good(device: Device, laid: Laid, pool: Pool, budget: int) -> bool:
+    """Whether a layout serves another step as well as one of its own.
+
+    Args:
+      device: whose allocator.
+      laid: the latest layout.
+      pool: of the other step, with that layout.
+      budget: bytes, of the other step; everything included.
+    """
+    if not laid.layout.serves(pool.own_slots) or not laid.walls:
+        return False
+    if budget - sum(laid.layout.beyond) < budget / _TIGHT:
+        return False  # memory was divided for less
+    with settled(device, laid, pool.free_slots) as found:
+        return not found.slots_taken
 
 
 def _chunk(device: Device, count: int) -> tuple[tf.Tensor, int]:

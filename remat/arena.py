@@ -265,14 +265,8 @@ class Layout:
         return dict(zip(starts, self.slots, strict=False))
 
     def serves(self, slots: Iterable[int]) -> bool:
-        """Whether each of ``slots`` finds one here."""
-        free = sorted(self.slots)
-        for size in sorted(map(aligned, slots)):
-            at = bisect.bisect_left(free, size)
-            if at == len(free):
-                return False
-            del free[at]
-        return True
+        """Whether each of ``slots`` finds one of its size here."""
+        return Counter(slots) <= Counter(self.slots)
 
 
 @dataclass(frozen=True)
@@ -292,6 +286,10 @@ class Pool:
         can be placed (see ``placement``).
       shared: whether something else may, however it is divided.
       ahead: batches that an input pipeline may hold, too.
+      outside: those of the constants that have no slots, as they were there when
+        another step divided the pool.
+      common: sizes of slots for the batches and results of other steps that take
+        turns with this one.
     """
 
     held: tuple[int, ...]
@@ -305,6 +303,8 @@ class Pool:
     quiet: bool = False
     shared: bool = False
     ahead: int = 0
+    outside: tuple[int, ...] = ()
+    common: tuple[int, ...] = ()
 
     @property
     def resident(self) -> int:
@@ -313,23 +313,46 @@ class Pool:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Sizes of the chunks to lay out: three for each tensor of a batch (the
+        """Sizes of the chunks to lay out, for this step and for those that take turns with it."""
+        return (*self.own_slots, *(Counter(self.common) - Counter(self.own_slots)).elements())
+
+    @property
+    def own_slots(self) -> tuple[int, ...]:
+        """Sizes of the chunks that this step needs: three for each tensor of a batch (the
         last one, the next one, and the copy that making it may take) and for
         what a pipeline holds, which would come and go in the area; two for
         each of the results (the last one is held while the next one is made);
         one for each constant; and many below ``GRAIN`` for small values,
         twice what they take, as a chunk may be twice its request."""
         between = (*self.arguments, *self.results) * 2 + self.arguments * (1 + self.ahead)
-        single = [size for size in (*between, *self.constants) if size >= GRAIN]
-        small = sum(aligned(size) for size in (*between, *self.constants) if size < GRAIN)
+        inside = self.constants_inside
+        single = [size for size in (*between, *inside) if size >= GRAIN]
+        small = sum(aligned(size) for size in (*between, *inside) if size < GRAIN)
         count = -(-(2 * (self.small + small) + _SMALL_VALUES) // GRAIN)
         return (*[GRAIN - ALIGNMENT] * count, *map(aligned, single))
 
     @cached_property
     def free_slots(self) -> Counter[int]:
-        """How many slots of each size are free while a step runs."""
-        held = Counter(map(aligned, (*self.constants, *self.arguments, *self.results)))
-        return Counter(size for size in self.slots if size >= GRAIN) - held
+        """How many slots of each size are free while a step runs; of others' none."""
+        held = Counter(map(aligned, (*self.constants_inside, *self.arguments, *self.results)))
+        free = Counter(size for size in self.own_slots if size >= GRAIN) - held
+        return Counter({**dict.fromkeys(self._others, 0), **free})
+
+    @property
+    def large_constants(self) -> tuple[int, ...]:
+        """Sizes of the constants that have slots of their own."""
+        return tuple(size for size in self.constants if size >= GRAIN)
+
+    @property
+    def constants_inside(self) -> tuple[int, ...]:
+        """Sizes of the constants that have slots."""
+        return tuple((Counter(self.constants) - Counter(self.outside)).elements())
+
+    @property
+    def _others(self) -> Counter[int]:
+        """How many slots of each size are for other steps."""
+        slots = self.slots if self.layout is None else self.layout.slots
+        return Counter(size for size in slots if size >= GRAIN) - Counter(self.own_slots)
 
     def unclaimed(self) -> int:
         """Bytes that the limit still allows for one more region."""
@@ -357,7 +380,7 @@ class Pool:
         if self.quiet or self.limit is not None:
             arena.limit = arena.reserved  # there is no more
         arena.lay_slots(start, slots)
-        for size in self.constants:
+        for size in (*self.constants_inside, *self._others.elements()):
             arena.allocate(size)
         return arena
 

@@ -356,7 +356,7 @@ def idle(pool: Pool) -> int:
     """Bytes in slots that nothing large can be placed in while a step runs."""
     if pool.layout is None or not pool.quiet:
         return 0
-    held = sum(map(aligned, (*pool.constants, *pool.arguments, *pool.results)))
+    held = sum(map(aligned, (*pool.constants_inside, *pool.arguments, *pool.results)))
     free = pool.free_slots - Counter(map(aligned, pool.results))
     return max(0, pool.layout.slots_end - held - pool.small - sum(free.elements()))
 

@@ -9,6 +9,8 @@ import numbers
 import threading
 import time
 import warnings
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
@@ -73,6 +75,7 @@ _UNPLACED_SETTLING = 5  # ... and, where the allocator chooses the places, until
 _DRIFTS, _MADE_UP = 8.0, 0.25
 _ATTEMPTS = 3  # at a plan for what one step finds
 _LEARNING = 4  # runs, at most, of a step that is refused, for the budget that is named
+_STEPS: weakref.WeakSet[CompiledStep] = weakref.WeakSet()  # which may take turns
 _MEASURING = threading.RLock()  # the allocator's counters are the whole process's
 # Stateful operations whose effects a trial run can undo: it puts variables back, and
 # a fresh lowering resets random states.
@@ -222,7 +225,7 @@ class CompiledStep:
             if stays(spec) and spec.shape.num_elements() * spec.dtype.size >= _LARGE_VARIABLE
         ]
         plain = plain_requests(program)
-        pool, block = pool_of(program, plain), None
+        pool, block, found = pool_of(program, plain), None, None
         if self.device.counted:
             _own_buffers(program)
             gc.collect()  # what an earlier training left, and Python has not freed yet
@@ -236,7 +239,9 @@ class CompiledStep:
             pool = self._with_batches_ahead(pool, min(budget, peak))
             # A share is of a peak that is higher once scratch memory is known.
             spare = budget + _SCRATCH if source == _SHARE else 0
-            block = self._claim(pool, budget, spare)
+            found = self._in_common(pool, budget)
+            if found is None:
+                block = self._claim(pool, budget, spare)
         with self._timed("price"):
             self.prepared = prepare(
                 traced,
@@ -251,14 +256,19 @@ class CompiledStep:
         if block is not None and self.budget > budget + spare:  # else there is no more to claim
             block = self._claim(pool, self.budget) or block
         gc.collect()  # what measuring operations left, which would be freed once memory is divided
-        self._divide(block)
         with self._timed("solve"):
-            self.planned = self._first_plan(say)
+            planned = None if found is None else self._plan_in_common(found, say)
+            if planned is None:
+                if found is not None:
+                    block = self._claim(self.prepared.pool, self.budget)
+                planned = self._first_plan(block, say)
+            self.planned = planned
         with self._timed("lower"):
             self._run = self._lower()
         if options.check and self.device.counted:
             with self._timed("check"):
                 self._check(say)
+        _STEPS.add(self)
 
     @property
     def _settling(self) -> int:
@@ -439,7 +449,57 @@ class CompiledStep:
         self._lower_again()
         self._calls = 0
 
-    def _first_plan(self, say: ProgressLine) -> Planned:
+    def _in_common(self, pool: Pool, budget: int) -> allocator.Laid | None:
+        """How memory is divided for another step, if that is as good for this one: under a
+        hard limit, what another layout would leave between the two is lost to both."""
+        laid = allocator.latest(self.device)
+        if laid is None or pool.shared or not allocator.is_tight(self.device, budget):
+            return None
+        pool = replace(pool, layout=laid.layout, outside=pool.large_constants)
+        return laid if allocator.is_as_good(self.device, laid, pool, budget) else None
+
+    def _plan_in_common(self, laid: allocator.Laid, say: ProgressLine) -> Planned | None:
+        """A plan for memory as it is divided for another step; None if there is none."""
+        self._constants = held_constants(self.prepared.program, self.device)
+        _move_what_moves(self.prepared.program)
+        found = allocator.renewed(self.device, laid, self.budget)
+        if found is not None:
+            self._adopt(found)
+            with suppress(InfeasibleBudgetError):
+                return self._solve(None, say)
+        return None
+
+    def _plan_by_turns(
+        self, block: allocator.Block | None, say: ProgressLine, start: Sequence[int] | None = None
+    ) -> Planned:
+        """A plan for memory divided anew: for this step, and for those that take turns with
+        it, so that it need not be divided for each of them again; if that leaves too little,
+        for this one alone.
+
+        Raises:
+          InfeasibleBudgetError: if there is none.
+        """
+        if block is not None and (common := self._others_slots()):
+            self._divide(block, common)
+            with suppress(InfeasibleBudgetError):
+                return self._solve(None, say, start)
+            block = self._claim(self.prepared.pool, self.budget)
+        self._divide(block)
+        return self._solve(None, say, start)
+
+    def _others_slots(self) -> tuple[int, ...]:
+        """Sizes of the slots that other steps need for their batches and results; none where
+        there is room for a layout for each."""
+        if not allocator.is_tight(self.device, self.budget):
+            return ()
+        slots: Counter[int] = Counter()
+        for step in _STEPS:
+            pool = step.prepared.pool
+            if step is not self and step.device == self.device and pool.quiet:
+                slots |= Counter(replace(pool, outside=pool.large_constants).own_slots)
+        return tuple(slots.elements())
+
+    def _first_plan(self, block: allocator.Block | None, say: ProgressLine) -> Planned:
         """The plan, or an error that names a budget within which a step has been run.
 
         Raises:
@@ -447,7 +507,7 @@ class CompiledStep:
             is by the prediction.
         """
         try:
-            return self._solve(None, say)
+            return self._plan_by_turns(block, say)
         except InfeasibleBudgetError as error:
             limit = self.device.limit
             # Places for large results may take what the step itself would.
@@ -500,22 +560,41 @@ class CompiledStep:
             refused = refusal(self.prepared, leanest, taken, seed)
         raise infeasible(self.prepared, asked, refused.least_budget)
 
-    def _divide(self, block: allocator.Block | None) -> None:
-        """Divides a block, if there is one, for the budget: what is planned is for that."""
-        self._constants.clear()
-        self._adopt(None if block is None else self._lay_out(block, self.prepared.pool))
-        # Made once: two sets of them would not find the same slots.
+    def _divide(self, block: allocator.Block | None, common: tuple[int, ...] = ()) -> None:
+        """Divides a block, if there is one, for the budget: what is planned is for that.
+
+        ``common``: sizes of slots for other steps.
+        """
+        self._constants.clear()  # there are slots for them, and for one set of them
+        pool = replace(self.prepared.pool, outside=(), common=common)
+        self.prepared = replace(self.prepared, pool=pool)
+        self._adopt(None if block is None else self._lay_out(block, pool))
         self._constants = held_constants(self.prepared.program, self.device)
 
     def _adopt(self, laid: allocator.Laid | None) -> None:
         """Plans from now on are for memory that is divided so, or not at all."""
         pool = replace(self.prepared.pool, layout=None, quiet=False)
         if laid is not None:
-            pool = replace(pool, layout=laid.layout, quiet=not pool.shared)
+            pool = replace(self._in(laid), quiet=not pool.shared)
         elif self.device.counted:  # another step's weights, say, may have come meanwhile
             pool = self._with_others(pool, pool.resident - sum(pool.held))
         self._laid = laid
         self.prepared = replace(self.prepared, pool=pool)
+
+    def _in(self, laid: allocator.Laid) -> Pool:
+        """The pool, divided so."""
+        ops = self.prepared.program.ops
+        large = {
+            index: constant
+            for index, constant in self._constants.items()
+            if sum(ops[index].bytes) >= GRAIN
+        }
+        outside = tuple(
+            sum(ops[index].bytes)
+            for index, constant in large.items()
+            if allocator.address(constant) not in laid.slots
+        )
+        return replace(self.prepared.pool, layout=laid.layout, outside=outside)
 
     def _has_choice(self, budget: int) -> bool:
         """Whether the device's limit leaves its allocator a choice of places."""
@@ -746,7 +825,14 @@ class CompiledStep:
         """Divides memory again if another step has divided it anew."""
         laid, quiet = self._laid, self.prepared.pool.quiet
         if laid is not None and quiet and not allocator.is_in_force(self.device, laid):
-            self._lay_again(lambda: allocator.latest(self.device, self.prepared.pool.slots))
+            self._lay_again(self._served)
+
+    def _served(self) -> allocator.Laid | None:
+        """The latest layout, if there are slots for this step in it."""
+        laid = allocator.latest(self.device)
+        if laid is not None and laid.layout.serves(self._in(laid).own_slots):
+            return laid
+        return None
 
     def _drifted(self, found: allocator.Found) -> None:
         """Something else has been allocated, or freed, since the step was planned: plans
@@ -836,9 +922,10 @@ class CompiledStep:
                 found = find()
                 if found is None:
                     block = self._claim(pool, self.budget) or self._laid.block
-                    found = self._lay_out(block, pool)
-                self._adopt(found)
-                self.planned = self._solve(None, say, self.plan.schedule)
+                    self.planned = self._plan_by_turns(block, say, self.plan.schedule)
+                else:
+                    self._adopt(found)
+                    self.planned = self._solve(None, say, self.plan.schedule)
         except BaseException:
             self._unplace()
             raise
