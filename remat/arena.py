@@ -14,7 +14,7 @@ import bisect
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 ALIGNMENT = 256  # bytes; every request is rounded up to a multiple
@@ -338,17 +338,16 @@ class Pool:
         free = Counter(size for size in self.own_slots if size >= GRAIN) - held
         return Counter({**dict.fromkeys(self._others, 0), **free})
 
-    @property
-    def large_constants(self) -> tuple[int, ...]:
-        """Sizes of the constants that have slots of their own."""
-        return tuple(size for size in self.constants if size >= GRAIN)
+    def with_constants_outside(self) -> Pool:
+        """The same, with no slots for constants but those for small values."""
+        return replace(self, outside=tuple(size for size in self.constants if size >= GRAIN))
 
     @property
     def constants_inside(self) -> tuple[int, ...]:
         """Sizes of the constants that have slots."""
         return tuple((Counter(self.constants) - Counter(self.outside)).elements())
 
-    @property
+    @cached_property
     def _others(self) -> Counter[int]:
         """How many slots of each size are for other steps."""
         slots = self.slots if self.layout is None else self.layout.slots

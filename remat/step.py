@@ -257,12 +257,12 @@ class CompiledStep:
             block = self._claim(pool, self.budget) or block
         gc.collect()  # what measuring operations left, which would be freed once memory is divided
         with self._timed("solve"):
-            planned = None if found is None else self._plan_in_common(found, say)
-            if planned is None:
-                if found is not None:
+            planned = None
+            if found is not None:
+                planned = self._plan_in_common(found, say)
+                if planned is None:
                     block = self._claim(self.prepared.pool, self.budget)
-                planned = self._first_plan(block, say)
-            self.planned = planned
+            self.planned = planned or self._first_plan(block, say)
         with self._timed("lower"):
             self._run = self._lower()
         if options.check and self.device.counted:
@@ -455,7 +455,7 @@ class CompiledStep:
         laid = allocator.latest(self.device)
         if laid is None or pool.shared or not allocator.is_tight(self.device, budget):
             return None
-        pool = replace(pool, layout=laid.layout, outside=pool.large_constants)
+        pool = replace(pool.with_constants_outside(), layout=laid.layout)
         return laid if allocator.is_as_good(self.device, laid, pool, budget) else None
 
     def _plan_in_common(self, laid: allocator.Laid, say: ProgressLine) -> Planned | None:
@@ -496,7 +496,7 @@ class CompiledStep:
         for step in _STEPS:
             pool = step.prepared.pool
             if step is not self and step.device == self.device and pool.quiet:
-                slots |= Counter(replace(pool, outside=pool.large_constants).own_slots)
+                slots |= Counter(pool.with_constants_outside().own_slots)
         return tuple(slots.elements())
 
     def _first_plan(self, block: allocator.Block | None, say: ProgressLine) -> Planned:
@@ -583,16 +583,11 @@ class CompiledStep:
 
     def _in(self, laid: allocator.Laid) -> Pool:
         """The pool, divided so."""
-        ops = self.prepared.program.ops
-        large = {
-            index: constant
-            for index, constant in self._constants.items()
-            if sum(ops[index].bytes) >= GRAIN
-        }
+        sizes = {index: sum(self.prepared.program.ops[index].bytes) for index in self._constants}
         outside = tuple(
-            sum(ops[index].bytes)
-            for index, constant in large.items()
-            if allocator.address(constant) not in laid.slots
+            sizes[index]
+            for index, constant in self._constants.items()
+            if sizes[index] >= GRAIN and allocator.address(constant) not in laid.slots
         )
         return replace(self.prepared.pool, layout=laid.layout, outside=outside)
 
