@@ -10,11 +10,12 @@ import tensorflow as tf
 
 from .function import Function
 from .measured import Measured
+from .options import Options
 from .planning import StepPlan
 from .price import Profile
 from .solvers import Plan
 from .solvers.method import Method
-from .step import CompiledStep, Options
+from .step import CompiledStep
 
 
 class Step:

@@ -25,11 +25,13 @@ import tensorflow as tf
 
 from . import collectives
 from .generators import Generators
+from .options import Options
 from .planning import StepPlan
 from .solvers import InfeasibleBudgetError, PlanError
 from .solvers.budget import format_bytes, is_share
-from .step import CompiledStep, Options, draws
+from .step import CompiledStep
 from .trace import Source, TraceError, tracing
+from .trial import draws
 
 Signature = tuple[tf.TensorSpec, ...]
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
-import numbers
 import threading
 import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,13 +21,13 @@ from tensorflow.python.eager import record as tape
 from . import allocator
 from .arena import GRAIN, Pool, slots_end
 from .calibrate import Corrections, compare
-from .generators import ASKING, Generators, apart, keeps_state, kernel_handles
+from .generators import Generators, apart, kernel_handles
 from .inplace import stays
-from .loops import LOOPS
 from .lower import held_constants, lower
 from .measure import measure
 from .measured import Measured
 from .memory import requests
+from .options import Options, bytes_of
 from .planning import (
     Planned,
     Prepared,
@@ -43,17 +41,16 @@ from .planning import (
     prepare,
     read,
 )
-from .price import Profile
-from .program import ON_VARIABLES, Kind, Program, has_effects
+from .program import Program
 from .progress import ProgressLine
 from .search import find_leanest, make_plan, refusal
-from .solvers import InfeasibleBudgetError, Plan, Result, Status
-from .solvers.budget import format_bytes, is_share, parse_budget
-from .solvers.method import Method
-from .solvers.solving import check_method
-from .timeline import Allocation, record
+from .solvers import InfeasibleBudgetError, Result, Status
+from .solvers.budget import format_bytes, is_share
+from .timeline import Allocation
 from .trace import Source, Trace
+from .trial import SETTLING, draws, is_reversible, run_on_zeros, why_not, zeros
 from .unfed import Unfed, unfed
+from .variables import move_what_moves, own_buffers, variables_of, variables_put_back
 
 log = logging.getLogger("remat")
 
@@ -62,14 +59,12 @@ _PLACED_TRIALS = 4  # ... of them with places for tensors
 _UNPLACED_SLACK = 0.01  # of the budget, which a trial run without addresses must not take
 _SHARE = "share of the plain step's predicted peak"  # where a budget comes from
 _NOTICED = 1.02  # times a budget: less does not make a share of a corrected peak another one
-_MOST = 1 << 60  # bytes of a budget
 _SCRATCH = 64 << 20  # bytes of scratch memory that small kernels may take
 _AHEAD, _AHEAD_SHARE = 8, 1 / 32  # batches that a pipeline holds, at most; share of the peak
 _LARGE_VARIABLE = 1 << 20  # bytes, of which a copy would be noticed
 _ROOMY = 2  # times the budget: a limit that leaves a choice of places
-# Steps until batch and results lie where they do for every other step ...
-_SETTLING = 2
-_UNPLACED_SETTLING = 5  # ... and, where the allocator chooses the places, until all else does
+# Steps until, where the allocator chooses the places, all lies where it does for every other.
+_UNPLACED_SETTLING = 5
 # Times that memory may be found otherwise; steps in between that find it as planned make up
 # for some.
 _DRIFTS, _MADE_UP = 8.0, 0.25
@@ -77,61 +72,6 @@ _ATTEMPTS = 3  # at a plan for what one step finds
 _LEARNING = 4  # runs, at most, of a step that is refused, for the budget that is named
 _STEPS: weakref.WeakSet[CompiledStep] = weakref.WeakSet()  # which may take turns
 _MEASURING = threading.RLock()  # the allocator's counters are the whole process's
-# Stateful operations whose effects a trial run can undo: it puts variables back, and
-# a fresh lowering resets random states.
-_REVERSIBLE = (
-    *(*ON_VARIABLES, "While", "If", "Case", "StatefulPartitionedCall", "TensorList"),
-    *("Assert", "CheckNumerics"),  # where they fail on zeros, so does the run
-    *ASKING,  # of generators; other queues and iterators have handles that are not
-)
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a step is planned; see ``remat.compile``.
-
-    Raises:
-      ValueError, TypeError: if an option is not what it should be.
-    """
-
-    budget: int | float | str = "auto"
-    solver: str | Method = "auto"
-    time_limit: float | None = None
-    seed: int = 0
-    profile: Profile = "auto"
-    plan: Plan | None = None
-    check: bool = True
-    quiet: bool | None = None
-    verbose: bool | None = None
-
-    @classmethod
-    def given(cls, to: str, options: Mapping[str, Any]) -> Options:
-        """The options that somebody has given to a function.
-
-        Raises:
-          TypeError: naming one that there is not.
-        """
-        known = [option.name for option in fields(cls)]
-        for name in options:
-            if name not in known:
-                raise TypeError(f"{to} has no option {name!r}; it takes {', '.join(known)}")
-        return cls(**options)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.budget, str) or self.budget != "auto":
-            _bytes(self.budget, _MOST)
-        for name in ("check", "quiet", "verbose"):
-            value = getattr(self, name)
-            if not (isinstance(value, bool) or (value is None and name != "check")):
-                raise TypeError(f"{name} is {value!r}; it is True or False")
-        check_method(self.solver)
-        limit = self.time_limit
-        if limit is not None and not (isinstance(limit, numbers.Real) and 0 < limit < math.inf):
-            raise ValueError(f"time_limit is {limit!r}; it is a number of seconds above 0")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, numbers.Integral):
-            raise ValueError(f"seed is {self.seed!r}; it is a whole number")
-        if not (self.plan is None or isinstance(self.plan, Plan)):
-            raise TypeError(f"plan is a remat.Plan: remat.Plan.load(...), not {self.plan!r}")
 
 
 class CompiledStep:
@@ -221,13 +161,13 @@ class CompiledStep:
         options = self.options
         self._large = [
             handle
-            for handle, spec in _variables_of(program)
+            for handle, spec in variables_of(program)
             if stays(spec) and spec.shape.num_elements() * spec.dtype.size >= _LARGE_VARIABLE
         ]
         plain = plain_requests(program)
         pool, block, found = pool_of(program, plain), None, None
         if self.device.counted:
-            _own_buffers(program)
+            own_buffers(program)
             gc.collect()  # what an earlier training left, and Python has not freed yet
             pool = self._with_others(pool, 0)
             pool = replace(pool, highest=allocator.peak_before_claims(self.device))
@@ -273,7 +213,7 @@ class CompiledStep:
     @property
     def _settling(self) -> int:
         """First runs whose peaks are measured: later ones take as much."""
-        return _SETTLING if self.prepared.pool.quiet else _UNPLACED_SETTLING
+        return SETTLING if self.prepared.pool.quiet else _UNPLACED_SETTLING
 
     @property
     def plan(self) -> StepPlan:
@@ -343,14 +283,14 @@ class CompiledStep:
         program = self.prepared.program
         if steps < 1:
             raise ValueError(f"steps is {steps}; at least one step is timed")
-        if not self._reversible():
+        if not is_reversible(program, self._generators):
             raise ValueError(
                 "the step has effects beside its variables (a table, an iterator, Python code), "
                 "which a measurement could not undo; measure its real steps"
             )
-        inputs = self._flatten(batch) if batch else _zeros(program)
+        inputs = self._flatten(batch) if batch else zeros(program)
         self._keep_layout()
-        with _MEASURING, _variables_put_back(program):
+        with _MEASURING, variables_put_back(program):
             lowered, _own = self._apart(program, self.planned)
             timed, _other = self._apart(program, self.planned, timed=True)
             found = measure(
@@ -461,7 +401,7 @@ class CompiledStep:
     def _plan_in_common(self, laid: allocator.Laid, say: ProgressLine) -> Planned | None:
         """A plan for memory as it is divided for another step; None if there is none."""
         self._constants = held_constants(self.prepared.program, self.device)
-        _move_what_moves(self.prepared.program)
+        move_what_moves(self.prepared.program)
         found = allocator.renewed(self.device, laid, self.budget)
         if found is not None:
             self._adopt(found)
@@ -694,54 +634,21 @@ class CompiledStep:
 
     def _testable(self, say: ProgressLine) -> bool:
         """Whether the step may be run on zeros; says why not."""
-        why = None
-        if not self._reversible():
-            why = "it has effects beside its variables"
-        elif _may_not_end(self.prepared.program):
-            why = "on zeros its loops might not end"
+        why = why_not(self.prepared.program, self._generators)
         if why is not None:
             say.line(f"not measured before the first step: {why}")
         return why is None
 
     def _trial(self) -> tuple[int | None, list[Allocation]]:
-        """Runs the step on zeros, as in a training loop (the last results are held
-        during the next run), until it has settled or takes too much.
-
-        Returns:
-          The peak, in bytes, or None if memory ran out; and what the first run
-          allocated.
-        """
+        """The peak of the step on zeros, in bytes, or None if memory ran out; and what its
+        first run allocated."""
         program = self.prepared.program
         # Almost no step draws so that running it moves more than its variables.
         moves = kernel_handles(self._generators) or draws(program)
         step, _own = self._apart(program, self.planned) if moves else (self._run, [])
-        peak = 0
-        recorded: list[Allocation] = []
-        results: list[tf.Tensor] | None = []
-        inputs: list[tf.Tensor] = []
-
-        def run() -> None:
-            nonlocal results
-            try:
-                with self._settled():
-                    results = step(*inputs)
-            except tf.errors.ResourceExhaustedError:
-                results = None
-
-        with _variables_put_back(program):
-            for number in range(self._settling):
-                inputs = _zeros(program)
-                allocator.reset_peak(self.device)
-                if number == 0:
-                    recorded = record(run, on_gpu=self.device.name.startswith("GPU"))
-                else:
-                    run()
-                if results is None:
-                    return None, recorded
-                peak = max(peak, allocator.peak_bytes(self.device))
-                if number >= _SETTLING - 1 and peak > self.budget:
-                    break
-        return peak, recorded
+        return run_on_zeros(
+            step, self._settled, program, self.device, self.budget, runs=self._settling
+        )
 
     def _compare(self, recorded: Sequence[Allocation]) -> Corrections:
         """What a recorded run says about the model of the step's memory."""
@@ -775,16 +682,6 @@ class CompiledStep:
         captures, own = apart(program.captures, self._generators)
         program = replace(program, captures=captures)
         return lower(program, planned.events, planned.fillers, self._constants, timed=timed), own
-
-    def _reversible(self) -> bool:
-        """Whether a run can be undone by putting the variables back."""
-        program = self.prepared.program
-        kernels = {id(handle) for handle in kernel_handles(self._generators)}
-        for index, external in program.captures:
-            of_something = external.dtype in (tf.resource, tf.variant)
-            if of_something and index not in program.variables and id(external) not in kernels:
-                return False  # a table, an iterator, ...
-        return not any(has_effects(type, beside=_REVERSIBLE) for type in _types(program))
 
     def _lower_again(self) -> None:
         """Has the step run by a new plan from now on."""
@@ -893,7 +790,7 @@ class CompiledStep:
 
     def _lay_out(self, block: allocator.Block, pool: Pool) -> allocator.Laid | None:
         """Divides memory, unless that leaves too little of it in one piece."""
-        move = partial(_move_what_moves, self.prepared.program)
+        move = partial(move_what_moves, self.prepared.program)
         return allocator.lay_out(self.device, block, pool, self.budget, move)
 
     def _lay_again(self, find: Callable[[], allocator.Laid | None]) -> None:
@@ -936,7 +833,7 @@ class CompiledStep:
             if plan is not None:
                 return plan.budget, "the given plan's"
             return allocator.memory_for_budget(self.device)
-        count = _bytes(budget, plain_peak)
+        count = bytes_of(budget, plain_peak)
         if is_share(budget):
             return max(count, self._at_least), _SHARE
         return count, "given"
@@ -997,56 +894,10 @@ def _as_tensor(value: Any, spec: tf.TensorSpec) -> tf.Tensor:
         ) from None
 
 
-def _bytes(budget: int | float | str, plain_peak: int) -> int:
-    count = parse_budget(budget, plain_peak)
-    if count <= 0:
-        raise ValueError(f"the budget is {budget!r}; it must be above 0")
-    if count > _MOST:
-        raise ValueError(f"the budget is {budget!r}, more than any memory holds")
-    return count
-
-
-def draws(program: Program) -> bool:
-    """Whether a step has random generators whose states are not in variables."""
-    return any(map(keeps_state, _types(program)))
-
-
-def _types(program: Program) -> set[str]:
-    """The types of the operations that run once, and of those in functions that they run."""
-    types = {op.type for op in program.ops if op.kind is Kind.ONCE}
-    for function in program.library.library.function:
-        types.update(node.op for node in function.node_def)
-    return types
-
-
 def _varies(program: Program) -> bool:
     """Whether places would be missed: what is smaller than foreseen leaves a piece, which
     something else takes that is then missed elsewhere."""
     return any(op.varies and max(op.bytes, default=0) >= GRAIN for op in program.ops)
-
-
-def _may_not_end(program: Program) -> bool:
-    """Whether a loop goes on for as long as some value, which is no counter, says."""
-    functions = {function.signature.name: function for function in program.library.library.function}
-    nodes = [
-        *program.nodes,
-        *(node for function in functions.values() for node in function.node_def),
-    ]
-    return any(
-        tf.as_dtype(test.attr["T"].type).is_floating
-        for node in nodes
-        if node.op in LOOPS
-        for test in functions[node.attr["cond"].func.name].node_def
-        if "T" in test.attr  # reading it would put it there
-    )
-
-
-def _zeros(program: Program) -> list[tf.Tensor]:
-    """A batch of zeros."""
-    return [
-        tf.zeros(program.ops[index].shapes[0], program.ops[index].dtypes[0])
-        for index in program.inputs
-    ]
 
 
 @contextmanager
@@ -1060,51 +911,3 @@ def _garbage_kept() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _variables_of(program: Program) -> list[tuple[tf.Tensor, tf.TensorSpec]]:
-    """Handle and specification of every captured variable."""
-    return [
-        (external, program.variables[index])
-        for index, external in program.captures
-        if external.dtype == tf.resource and index in program.variables
-    ]
-
-
-def _own_buffers(program: Program) -> None:
-    """Gives each captured variable a buffer of its own, as its first update would.
-
-    Variables that were made while a function was traced (the slots of an optimizer
-    that is built by its first use) share one if they start with equal values; one
-    that starts with an array may have numpy's.
-    """
-    for handle, spec in _variables_of(program):
-        if stays(spec):
-            allocator.own(handle, spec)
-
-
-def _move_what_moves(program: Program) -> None:
-    """Gives another buffer to each captured variable that gets one with each step."""
-    moved = []
-    for handle, spec in _variables_of(program):
-        if not stays(spec):
-            value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=spec.dtype)
-            moved.append((handle, tf.raw_ops.DeepCopy(x=value)))
-    # Not one by one: each would find the place that the one before has left.
-    for handle, value in moved:
-        tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-
-
-@contextmanager
-def _variables_put_back(program: Program) -> Iterator[None]:
-    """Saves every captured variable to the host, and puts it back at the end."""
-    handles = _variables_of(program)
-    saved = [
-        tf.raw_ops.ReadVariableOp(resource=handle, dtype=spec.dtype).numpy()  # a copy
-        for handle, spec in handles
-    ]
-    try:
-        yield
-    finally:
-        for (handle, spec), value in zip(handles, saved, strict=True):
-            allocator.overwrite(handle, tf.constant(value, spec.dtype))

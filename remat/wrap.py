@@ -19,9 +19,10 @@ import tensorflow as tf
 from .allocator import device_at_hand
 from .compile import require_tensorflow
 from .function import Function, Signature
+from .options import Options
 from .planning import StepPlan
 from .replicas import ReplicatedStep
-from .step import CompiledStep, Options
+from .step import CompiledStep
 from .trace import Source
 
 

@@ -221,7 +221,7 @@ def test_what_moves_with_each_step_does_not_move_to_where_another_was() -> None:
     found = run(
         """
 from remat import allocator
-from remat.step import _move_what_moves
+from remat.variables import move_what_moves
 counters = [tf.Variable(tf.constant(number, tf.int64)) for number in range(6)]
 
 @remat.function(budget="1GiB", profile={}, check=False)
@@ -239,7 +239,7 @@ def addresses():
 
 before = addresses()
 values = [int(counter) for counter in counters]
-_move_what_moves(program)
+move_what_moves(program)
 answer(
     before=before,
     after=addresses(),
