@@ -8,7 +8,7 @@ and the step's allocations are known.  So
 
 1. ``packing.pack`` chooses an address for each allocation from ``GRAIN`` bytes
    up, knowing how long each is held, in hardly more memory than is held at
-   the worst moment;
+   the worst moment; ``locality.warmed`` moves them to where something has just been;
 2. ``place`` follows the step through the model of the allocator.  Where an
    allocation would go elsewhere and be in the way of another one, fillers are
    allocated just before it: what is left free then is a chunk that fits
@@ -27,6 +27,7 @@ from typing import Literal
 import numpy as np
 
 from .arena import GRAIN, Arena, Chunk, OutOfMemoryError, Pool, aligned, is_split
+from .locality import warmed
 from .memory import Filler, Fillers, Requests
 from .packing import Blocks, crowded, pack
 
@@ -118,6 +119,7 @@ def place(requests: Requests, pool: Pool, ceiling: int, *, seed: int = 0) -> Pla
             for event, too_many in crowded(blocks, capacity, walls, most=_FEW).items()
         }
         return Placement({}, height, capacity, crowds=crowds)
+    starts = warmed(blocks, starts, capacity, walls, seed=seed)
     cells = {}
     for (number, room), start in zip(rooms.items(), starts, strict=True):
         area = next(area for area in reversed(areas) if area.start <= start)

@@ -20,6 +20,7 @@ from numbers import Integral, Real
 from typing import Any, Literal
 
 from .budget import format_bytes, parse_budget
+from .given_order import in_given_order
 from .graph import Graph
 from .method import ROUNDING, Method, Monitor, Outcome, Problem
 from .result import Result, Status
@@ -236,6 +237,11 @@ def solve(
         finally:  # an error in ``progress`` must not wait for the method
             monitor.stop()
         result = judge.result(job.result(), stopped())
+    if result.schedule is not None:
+        schedule = in_given_order(graph, result.schedule)
+        peak = simulate(graph, schedule).peak
+        least = min(peak, result.least_budget)
+        result = replace(result, schedule=schedule, peak=peak, least_budget=least)
     if progress is not None:
         progress(result)
     return result

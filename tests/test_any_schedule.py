@@ -6,43 +6,8 @@ again at random, so that who holds which buffer, and when, is never the same.
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from child import REPEATABLE, run
-
-from remat.solvers.graph import Graph
-
-_DEPTH = 6  # of what is run again for what is run again
-
-
-def any_schedule(graph: Graph, seed: int) -> tuple[int, ...]:
-    """A legal schedule that runs a random share of what it reads again."""
-    rng = random.Random(seed)
-    share = rng.choice([0.1, 0.3])
-    written_by: dict[int, set[int]] = {}
-    before = [set(group) for group in graph.predecessors]
-    for reader, writer in graph.order:
-        written_by.setdefault(reader, set()).add(writer)
-        before[writer].add(reader)
-    schedule: list[int] = []
-    left = set(range(len(graph)))
-
-    def read(node: int, depth: int) -> None:
-        for source in graph.predecessors[node]:
-            overwritten = not written_by.get(source, set()) <= left
-            if graph.nodes[source].recomputable and not overwritten and rng.random() < share:
-                if depth < _DEPTH:
-                    read(source, depth + 1)
-                schedule.append(source)
-
-    while left:
-        ready = sorted(node for node in left if not before[node] & left)
-        node = rng.choice(ready)
-        read(node, 0)
-        schedule.append(node)
-        left.remove(node)
-    return tuple(schedule)
 
 
 @pytest.mark.parametrize("name", ["attention", "other normalization"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 from child import COUNTED, run
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat.arena import GRAIN, Layout, OutOfMemoryError, Pool
+from remat.locality import warmed
 from remat.memory import Requests, simulate
 from remat.packing import Blocks, crowded, pack
 from remat.placement import place
@@ -40,14 +43,22 @@ def some_blocks(draw: st.DrawFn) -> Blocks:
 def test_packed_blocks_do_not_overlap(blocks: Blocks, wall: int) -> None:
     walls = [(wall, 5)]
     addresses, height = pack(blocks, most_held(blocks), walls)
+    assert height == max(map(sum, zip(addresses, blocks.sizes, strict=True)))
+    assert height >= most_held(blocks)
+    check_apart(blocks, addresses, wall)
+    moved = warmed(blocks, addresses, height, walls)
+    assert max(map(sum, zip(moved, blocks.sizes, strict=True))) <= height
+    check_apart(blocks, moved, wall)
+
+
+def check_apart(blocks: Blocks, addresses: Sequence[int], wall: int) -> None:
+    """No two blocks are at one place at one time, nor is one where the wall is."""
     held = [
         (address, address + size, first, last)
         for address, size, first, last in zip(
             addresses, blocks.sizes, blocks.first, blocks.last, strict=True
         )
     ]
-    assert height == max(end for _, end, _, _ in held)
-    assert height >= most_held(blocks)
     for number, (start, end, first, last) in enumerate(held):
         assert end <= wall or start >= wall + 5
         for other_start, other_end, other_first, other_last in held[:number]:
@@ -57,6 +68,18 @@ def test_packed_blocks_do_not_overlap(blocks: Blocks, wall: int) -> None:
 
 def test_packing_nothing_takes_nothing() -> None:
     assert pack(Blocks([], [], []), 100) == ([], 0)
+    assert warmed(Blocks([], [], []), [], 100) == []
+
+
+def test_blocks_are_moved_to_memory_that_was_just_used() -> None:
+    # A chain: each block is read last while the next one is written.  With room for all
+    # of them, two places are enough, and the others stay cold.
+    count, size = 60, 4 * MIB
+    chain = Blocks([size] * count, [*range(count)], [*range(1, count + 1)])
+    spread = [number * size for number in range(count)]
+    places = warmed(chain, spread, count * size)
+    assert len(set(places)) < count // 4
+    assert all(one != other for one, other in itertools.pairwise(places))
 
 
 def test_blocks_that_are_too_many_for_the_pieces_are_named() -> None:

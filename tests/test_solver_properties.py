@@ -7,15 +7,18 @@ the exact methods must meet it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from dags import graphs, optimum, plain_peak, unit_chain
+from dags import any_schedule, graphs, optimum, plain_peak, unit_chain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from remat.solvers import Graph, Node, Result, Status, frontier, simulate, solve
 from remat.solvers.floor import precedence
+from remat.solvers.given_order import in_given_order
 from remat.solvers.method import Monitor, Problem
 from remat.solvers.mip import BACKENDS, Builder, solve_mip
 from remat.solvers.moments import decode, formulate, refine_order
@@ -417,3 +420,40 @@ def test_the_same_seed_and_moves_give_the_same_schedule(graph: Graph, seed: int)
     )
     assert first.schedule == second.schedule
     assert first.least_budget == second.least_budget
+
+
+@few(300)
+@given(graphs(), st.integers(0, 2**32 - 1))
+def test_putting_runs_in_the_given_order_costs_nothing(graph: Graph, seed: int) -> None:
+    schedule = any_schedule(graph, seed)
+    ordered = in_given_order(graph, schedule)
+    assert sorted(ordered) == sorted(schedule)
+    assert simulate(graph, ordered).peak <= simulate(graph, schedule).peak  # and it is legal
+    assert copies_read(graph, ordered) == copies_read(graph, schedule)
+
+
+def copies_read(graph: Graph, schedule: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """(node, which run of it, node that it reads, which copy of that), sorted."""
+    runs = [0] * len(graph)
+    found = []
+    for index in schedule:
+        found += [
+            (index, runs[index], source, runs[source]) for source in graph.predecessors[index]
+        ]
+        runs[index] += 1
+    return sorted(found)
+
+
+def test_what_was_left_for_later_runs_where_it_was_given() -> None:
+    # Two gradients of weights, 3 and 5, that the next gradients do not wait for.
+    edges = ((0, 1), (0, 2), (1, 3), (2, 3), (2, 4), (0, 4), (0, 5), (4, 5))
+    graph = Graph("step", tuple(Node(str(i), 1, 1) for i in range(6)), edges)
+    assert in_given_order(graph, (0, 1, 2, 4, 5, 3)) == (0, 1, 2, 3, 4, 5)
+    # It stays where it is if it would be in the way of what is larger.
+    sizes = (1, 1, 1, 4, 1, 4)
+    large = Graph("step", tuple(Node(str(i), 1, size) for i, size in enumerate(sizes)), edges)
+    roomy = replace(large, outputs=(3,))
+    assert in_given_order(roomy, (0, 1, 2, 4, 5, 3)) == (0, 1, 2, 4, 5, 3)
+    # What runs again does so when it is needed.
+    assert in_given_order(graph, (0, 1, 0, 2, 3, 4, 5)) == (0, 1, 0, 2, 3, 4, 5)
+    assert in_given_order(graph, (0, 1, 2, 0, 3, 4, 5)) == (0, 1, 2, 3, 0, 4, 5)
