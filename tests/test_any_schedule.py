@@ -18,7 +18,7 @@ import dataclasses, sys
 sys.path.insert(0, "tests")
 exact()
 from layer_cases import CASES, train as fit
-from test_any_schedule import any_schedule
+from dags import any_schedule
 case = CASES[{name!r}]
 plain, _ = fit(case, None)
 

@@ -691,14 +691,14 @@ ours = remat.function(step, budget="70%", input_signature=[tf.TensorSpec((64, 64
 peaks = []
 for _ in range(5):
     ids = tf.constant(rng.integers(0, 4000, (64, 64)), tf.int32)
-    peaks.append(peak_of(lambda: ours(ids)))
+    peaks.append(peak_of(lambda: ours(ids)) / ours.plan.peak)
     tf.nn.embedding_lookup(rows, ids[0])
-answer(peaks=peaks, predicted=ours.plan.peak)
+answer(peaks=peaks)
 """,
         COUNTED,
     )
-    assert min(found["peaks"]) / found["predicted"] > 0.99
-    assert max(found["peaks"]) / found["predicted"] < 1.01
+    assert min(found["peaks"]) > 0.99
+    assert max(found["peaks"]) < 1.01
 
 
 @pytest.mark.long
