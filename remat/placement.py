@@ -84,13 +84,16 @@ class _Cell:
     last: int
 
 
-def place(requests: Requests, pool: Pool, ceiling: int, *, seed: int = 0) -> Placement:
+def place(
+    requests: Requests, pool: Pool, ceiling: int, *, warm: bool = True, seed: int = 0
+) -> Placement:
     """Finds an address for every large request, and the fillers it takes.
 
     Args:
       requests: what the step asks for.
       pool: where; it has a layout.
       ceiling: bytes, everything included, not to be exceeded.
+      warm: whether to choose among the places that there are (``locality``).
       seed: the same one gives the same result.
 
     Raises:
@@ -119,7 +122,8 @@ def place(requests: Requests, pool: Pool, ceiling: int, *, seed: int = 0) -> Pla
             for event, too_many in crowded(blocks, capacity, walls, most=_FEW).items()
         }
         return Placement({}, height, capacity, crowds=crowds)
-    starts = warmed(blocks, starts, capacity, walls, seed=seed)
+    if warm:
+        starts = warmed(blocks, starts, capacity, walls, seed=seed)
     cells = {}
     for (number, room), start in zip(rooms.items(), starts, strict=True):
         area = next(area for area in reversed(areas) if area.start <= start)

@@ -471,15 +471,17 @@ def _place(
         return {}, usage, usage.peak, {}
     over = 0
     crowds: Mapping[int, int] = {}
-    if pool.layout is not None and pool.quiet:
+    # Places that are warm lie further apart, and may take more fillers than there is room for.
+    for warm in (True, False) if pool.layout is not None and pool.quiet else ():
         try:
-            placement = place(asked, pool, ceiling, seed=seed)
+            placement = place(asked, pool, ceiling, warm=warm, seed=seed)
             over, crowds = placement.height - placement.capacity, placement.crowds
-            if over <= 0:
-                placed = simulate(asked, pool, placement.fillers)
-                # Fillers too are within the budget, if not below the ceiling.
-                if placed.peak <= budget:
-                    return placement.fillers, placed, ceiling, {}
+            if over > 0:
+                break
+            placed = simulate(asked, pool, placement.fillers)
+            # Fillers too are within the budget, if not below the ceiling.
+            if placed.peak <= budget:
+                return placement.fillers, placed, ceiling, {}
         except OutOfMemoryError:
             over = 1  # something is astray
     if usage is not None:
