@@ -20,11 +20,11 @@ from numbers import Integral, Real
 from typing import Any, Literal
 
 from .budget import format_bytes, parse_budget
-from .given_order import in_given_order
 from .graph import Graph
 from .method import ROUNDING, Method, Monitor, Outcome, Problem
 from .result import Result, Status
 from .schedule import Schedule, simulate
+from .tidy import in_given_order
 
 METHODS = {
     "auto": "auto:auto",

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from remat.solvers import Graph, Node, Result, Status, frontier, simulate, solve
 from remat.solvers.floor import precedence
-from remat.solvers.given_order import in_given_order
 from remat.solvers.method import Monitor, Problem
 from remat.solvers.mip import BACKENDS, Builder, solve_mip
 from remat.solvers.moments import decode, formulate, refine_order
 from remat.solvers.solving import METHODS, OPTIMAL_GAP
+from remat.solvers.tidy import in_given_order
 
 # OR-tools cannot share a process with TensorFlow: "moccasin" is in test_published_methods.
 AVAILABLE = [name for name in METHODS if name != "moccasin"]
