@@ -60,7 +60,7 @@ def warmed(
         _search(
             places, sizes, first, last, fixed, capacity, touched[order], order >= count, cell, seed
         )
-    return [int(place) for place in places]
+    return places.tolist()
 
 
 @njit(cache=True)

@@ -16,6 +16,7 @@ Complexity: O((n + e) log n) for each run that stays, for n runs that read e cop
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -28,13 +29,12 @@ _WORK = 5_000_000  # runs and reads that are looked at: a tenth of a second
 def in_given_order(graph: Graph, schedule: Sequence[int]) -> Schedule:
     """The runs of a legal schedule, nearer to the given order; see the module."""
     runs = _Runs(graph, schedule)
-    wanted = runs.in_order()
     order = np.arange(len(schedule))
     most = runs.peak(order)
     assert most is not None
     trials = _WORK // (len(schedule) + len(runs.readers))
     done = 0  # runs at the start of ``order`` that stay there
-    tries = [wanted]  # runs to be moved, the first ones last
+    tries = [runs.wanted]  # runs to be moved, the first ones last
     while tries and trials > 0:
         placed = np.zeros(len(order), bool)
         placed[order[:done]] = True
@@ -57,67 +57,47 @@ def in_given_order(graph: Graph, schedule: Sequence[int]) -> Schedule:
 
 
 class _Runs:
-    """The runs of a schedule, numbered as they come in it, and the copies that each reads."""
+    """The runs of a schedule, numbered as they come in it, and the copies that each reads.
+
+    Attributes:
+      wanted: the runs in the order that they would have if memory were no matter.
+    """
 
     def __init__(self, graph: Graph, schedule: Sequence[int]) -> None:
-        newest: dict[int, int] = {}
-        self.first: dict[int, int] = {}  # run of each node
-        self.copies_read: list[list[int]] = []  # by run
+        runs: list[list[int]] = [[] for _ in graph.nodes]  # of each node
+        read: list[list[int]] = []  # copies, by run
         over: list[int] = []  # the copy whose buffer each may take over; -1 if none
-        followed: list[tuple[int, int]] = []  # copies of a node, and the next of them
-        runs_of: dict[int, list[int]] = {}
         for run, index in enumerate(schedule):
-            self.copies_read.append([newest[source] for source in graph.predecessors[index]])
+            read.append([runs[source][-1] for source in graph.predecessors[index]])
             forward = graph.nodes[index].forward
-            over.append(-1 if forward is None else newest[forward])
-            if index in newest:
-                followed.append((newest[index], run))
-            self.first.setdefault(index, run)
-            runs_of.setdefault(index, []).append(run)
-            newest[index] = run
+            over.append(-1 if forward is None else runs[forward][-1])
+            runs[index].append(run)
         nodes = [graph.nodes[index] for index in schedule]
-        self.schedule = schedule
+        # A node's first run is wanted where it was given, others before the first that reads them.
+        first = {each[0] for each in runs}
+        place = [index if run in first else len(graph) for run, index in enumerate(schedule)]
+        for run in reversed(range(len(schedule))):
+            for copy in read[run]:
+                if copy not in first:
+                    place[copy] = min(place[copy], place[run])
+        self.wanted = np.argsort(place, kind="stable")
         total = sum(node.bytes + node.workspace for node in nodes)
         exact = np.int64 if total < 1 << 62 else object  # Python's integers have no end
         self.bytes = np.array([node.bytes for node in nodes], exact)
         self.workspace = np.array([node.workspace for node in nodes], exact)
         self.over = np.array(over, np.int64)
-        self.readers = np.repeat(np.arange(len(nodes)), [len(read) for read in self.copies_read])
-        self.read = np.array([copy for read in self.copies_read for copy in read], np.int64)
-        self.followed = np.array(followed, np.int64).reshape(-1, 2)
+        self.readers = np.repeat(np.arange(len(nodes)), [len(copies) for copies in read])
+        self.read = np.array([copy for copies in read for copy in copies], np.int64)
+        # Copies of a node, and the next of them.
+        self.followed = np.array(
+            [pair for each in runs for pair in pairwise(each)], np.int64
+        ).reshape(-1, 2)
         # A run that must come before another one: what that overwrites is read by it.
         self.before = np.array(
-            [
-                (run, self.first[writer])
-                for reader, writer in graph.order
-                for run in runs_of[reader]
-            ],
+            [(run, runs[writer][0]) for reader, writer in graph.order for run in runs[reader]],
             np.int64,
         ).reshape(-1, 2)
-        self.kept = np.array([newest[index] for index in graph.outputs], np.int64)
-
-    def in_order(self) -> np.ndarray:
-        """The runs in the order that is wanted, if memory were no matter."""
-        found: list[int] = []
-        seen: set[int] = set()
-        for index in sorted(self.first):
-            pending = [self.first[index]]
-            while pending:
-                run = pending[-1]
-                again = [
-                    copy
-                    for copy in self.copies_read[run]
-                    if copy not in seen and self.first[self.schedule[copy]] != copy
-                ]
-                if again and run not in seen:
-                    pending += reversed(again)
-                    continue
-                pending.pop()
-                if run not in seen:
-                    seen.add(run)
-                    found.append(run)
-        found += [run for run in range(len(self.schedule)) if run not in seen]
-        return np.array(found, np.int64)
+        self.kept = np.array([runs[index][-1] for index in graph.outputs], np.int64)
 
     def peak(self, order: np.ndarray) -> int | None:
         """The most bytes held at once, nothing resident included, in some order of the runs;
