@@ -10,15 +10,15 @@ and the step's allocations are known.  So
    up, knowing how long each is held, in hardly more memory than is held at
    the worst moment; ``locality.warmed`` moves them to where something has just been;
 2. ``place`` follows the step through the model of the allocator.  Where an
-   allocation would go elsewhere and be in the way of another one, fillers are
-   allocated just before it: what is left free then is a chunk that fits
+   allocation would go elsewhere, into the place of one that is still to come, that
+   one gets another place.  Where there is none, fillers are
+   allocated just before: what is left free then is a chunk that fits
    exactly, and an exact fit is the best fit.  A filler takes some microseconds
    and its memory is never touched.
 """
 
 from __future__ import annotations
 
-import bisect
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -75,13 +75,16 @@ class _Area:
 
 @dataclass(frozen=True)
 class _Cell:
-    """The place of one request: bytes ``start`` to ``end``, needed from event
-    ``first`` to event ``last``."""
+    """The place of one request.
+
+    Attributes:
+      start, end: its addresses.
+      apart: bytes to leave free above, where others of its event may be.
+    """
 
     start: int
     end: int
-    first: int
-    last: int
+    apart: int
 
 
 def place(
@@ -128,7 +131,7 @@ def place(
     for (number, room), start in zip(rooms.items(), starts, strict=True):
         area = next(area for area in reversed(areas) if area.start <= start)
         address = area.address + start - area.start
-        cells[number] = _Cell(address, address + room, first[number], last[number])
+        cells[number] = _Cell(address, address + room, GRAIN * together[number])
     fillers, astray = _Steering(requests, arena, areas, beyond, cells).run()
     return Placement(fillers, height, capacity, astray)
 
@@ -196,7 +199,9 @@ class _Steering:
     """Follows one step through the arena and adds fillers where they are needed.
 
     What it sees to: whatever an event allocates stays clear of the cells of the
-    requests still to come, so that each cell is free when its time comes.
+    requests still to come, so that each cell is free when its time comes.  The cells are
+    but a proof that all this fits: another one, beside what the allocator does by
+    itself, will do.
     """
 
     def __init__(
@@ -211,21 +216,21 @@ class _Steering:
         self.arena = arena
         self.areas = areas
         self.beyond = beyond  # addresses that are not to be used
-        self.placed = cells
+        self.placed = cells.keys()
         self.chunks: dict[int, Chunk] = {}  # of the requests that are held
-        first, self.last = requests.lifetimes()
+        # Of each request, by number, and so in the order in which they come.  Where it is, or
+        # will be; what is small is nowhere before it comes.
+        self.starts = np.full(len(requests.sizes), -1, np.int64)
+        self.ends = self.starts.copy()
+        self.rooms, self.apart = np.zeros_like(self.starts), np.zeros_like(self.starts)
+        self.firsts, self.lasts = (np.array(each, np.int64) for each in requests.lifetimes())
+        for number, cell in cells.items():
+            self.starts[number], self.ends[number] = cell.start, cell.end
+            self.rooms[number], self.apart[number] = cell.end - cell.start, cell.apart
         beside = [arena.allocate(requests.sizes[number]) for number in requests.kept]
-        reserved = dict(cells)
         for number, chunk in zip(requests.kept, beside, strict=True):
-            end = chunk.address + chunk.size
-            reserved[number] = _Cell(chunk.address, end, first[number], self.last[number])
+            self._lies(number, chunk)
             arena.free(chunk)
-        # Requests are numbered in the order in which they come.
-        self.numbers = sorted(reserved)
-        table = [reserved[number] for number in self.numbers]
-        self.starts = np.array([cell.start for cell in table], np.int64)
-        self.ends = np.array([cell.end for cell in table], np.int64)
-        self.firsts = np.array([cell.first for cell in table], np.int64)
 
     def run(self) -> tuple[dict[int, tuple[Filler, ...]], int]:
         """The fillers, by event, and how many events go astray nevertheless."""
@@ -238,6 +243,9 @@ class _Steering:
                 found = ()
             held = self._hold(found)
             self._allocate(event)
+            for number in self.requests.taken[event]:
+                self._lies(number, self.chunks[number])
+                self.apart[number] = 0
             if found:
                 fillers[event] = found
             for number in given:
@@ -246,14 +254,83 @@ class _Steering:
                 self.arena.free(chunk)
         return fillers, astray
 
+    def _lies(self, number: int, chunk: Chunk) -> None:
+        """Notes where a request is."""
+        self.starts[number], self.ends[number] = chunk.address, chunk.address + chunk.size
+
     def _steer(self, event: int) -> tuple[Filler, ...] | None:
         """The fewest fillers known with which an event's allocations are in nobody's
         way, if there are any; leaves the arena as it was."""
+        fewest = self._fewest(event)
+        if fewest != () and any(number in self.placed for number in self.requests.taken[event]):
+            cells = self.starts.copy(), self.ends.copy()
+            less = self._fewest(event) if self._gone_along(event) else None
+            if less is not None and (fewest is None or len(less) < len(fewest)):
+                return less
+            self.starts, self.ends = cells
+        return fewest
+
+    def _fewest(self, event: int) -> tuple[Filler, ...] | None:
+        """The same, with the cells as they are."""
         found = [self._corrected(event, ())]
         if found != [()]:
             carved = [self._carved(event, beside) for beside in ("walls", "all", "below")]
             found += [self._corrected(event, fillers) for fillers in carved if fillers is not None]
         return min((fillers for fillers in found if fillers is not None), key=len, default=None)
+
+    def _gone_along(self, event: int) -> bool:
+        """Whether an event's requests can have their cells where the allocator would have
+        them by itself, in whole grains, and those that are in the way others; they get them."""
+        chunks: list[Chunk] = []
+        try:
+            for number in self.requests.taken[event]:
+                room = int(self.rooms[number] + self.apart[number])
+                chunk = self.arena.allocate(room or self.requests.sizes[number])
+                chunks.append(chunk)
+                self._lies(number, chunk)
+                self.ends[number] -= self.apart[number]
+                if not self._is_usable(number, chunk) or not self._moved(self._met(number, chunk)):
+                    return False
+        except OutOfMemoryError:
+            return False
+        finally:
+            for chunk in reversed(chunks):
+                self.arena.free(chunk)
+        return True
+
+    def _moved(self, numbers: Sequence[int]) -> bool:
+        """Whether there are other cells for some requests, which they get."""
+        if not self.placed >= set(numbers):
+            return False
+        self.starts[numbers] = self.ends[numbers] = -1
+        # What is much for long first: it is the hardest to find a place for.
+        for number in sorted(
+            numbers, key=lambda n: -self.rooms[n] * (self.lasts[n] - self.firsts[n] + 1)
+        ):
+            start = self._tightest(number)
+            if start is None:
+                return False
+            self.starts[number], self.ends[number] = start, start + self.rooms[number]
+        return True
+
+    def _tightest(self, number: int) -> int | None:
+        """Where the smallest room is that a request fits into as long as it is held."""
+        meets = (self.lasts >= self.firsts[number]) & (self.firsts <= self.lasts[number])
+        meets[number] = False
+        order = np.argsort(self.starts[meets])
+        starts, ends = self.starts[meets][order], (self.ends + self.apart)[meets][order]
+        found: list[tuple[int, int]] = []
+        for area in self.areas:
+            end = area.address + area.size
+            here = (starts < end) & (ends > area.address)
+            free = np.maximum.accumulate(np.append(0, ends[here] - area.address))
+            free = area.address + -(-free // GRAIN) * GRAIN  # cells start at whole grains
+            rooms = np.append(starts[here], end) - free
+            fits = np.flatnonzero(rooms >= self.rooms[number] + self.apart[number])
+            if len(fits):
+                best = fits[np.argmin(rooms[fits])]
+                found.append((int(rooms[best]), int(free[best])))
+        return min(found)[1] if found else None
 
     def _corrected(self, event: int, fillers: tuple[Filler, ...]) -> tuple[Filler, ...] | None:
         """The fillers, and as many more as it takes, if that helps."""
@@ -310,22 +387,31 @@ class _Steering:
 
     def _is_clear(self, number: int, chunk: Chunk) -> bool:
         """Whether a request's chunk is in nobody's way as long as it is held."""
+        return self._is_usable(number, chunk) and not self._met(number, chunk)
+
+    def _is_usable(self, number: int, chunk: Chunk) -> bool:
+        """Whether a request may have a chunk at all."""
         start, end = chunk.address, chunk.address + chunk.size
         if number in self.placed and any(start in unused for unused in self.beyond):
             return False
         for area in self.areas:
-            within = start - area.address
-            if 0 <= within < area.chunk:
-                if self.last[number] == len(self.requests.given):
+            if 0 <= start - area.address < area.chunk:
+                if self.lasts[number] == len(self.requests.given):
                     return False  # what outlives the step has a slot
                 top = end - area.address
                 if top >= area.size + GRAIN:
                     return False  # above the ceiling
                 if number in self.placed and top < area.size and top % GRAIN:
                     return False  # cells start at whole grains
-        coming = bisect.bisect_right(self.numbers, number)
-        meets = (self.starts[coming:] < end) & (self.ends[coming:] > start)
-        return not np.any(meets & (self.firsts[coming:] <= self.last[number]))
+        return True
+
+    def _met(self, number: int, chunk: Chunk) -> list[int]:
+        """The requests still to come in whose cells a request's chunk is when they do."""
+        coming = slice(number + 1, None)
+        meets = self.starts[coming] < chunk.address + chunk.size
+        meets &= self.ends[coming] > chunk.address
+        meets &= self.firsts[coming] <= self.lasts[number]
+        return (np.flatnonzero(meets) + number + 1).tolist()
 
     def _carved(
         self, event: int, beside: Literal["walls", "all", "below"]
@@ -341,10 +427,14 @@ class _Steering:
         fillers: list[Filler] = []
         held: list[Chunk] = []
         fill = functools.partial(self._fill, fillers, held)
-        mine = [self.placed[n] for n in self.requests.taken[event] if n in self.placed]
+        mine = [
+            range(int(self.starts[number]), int(self.ends[number]))
+            for number in self.requests.taken[event]
+            if number in self.placed
+        ]
         chunks = [self.arena.free_around(cell.start) for cell in mine]
         found = all(
-            chunk is not None and cell.end <= chunk.address + chunk.size
+            chunk is not None and cell.stop <= chunk.address + chunk.size
             for cell, chunk in zip(mine, chunks, strict=True)
         )
         if not found:
@@ -354,7 +444,9 @@ class _Steering:
         order = sorted(zip(sizes, mine, strict=True), key=lambda pair: (pair[0], pair[1].start))
         for _, cell in order:
             chunk = self.arena.free_around(cell.start)
-            assert chunk is not None
+            if chunk is None:  # what was there was the best fit for a filler
+                found = False
+                break
             end = chunk.address + chunk.size
             below = cell.start - chunk.address
             wall = min(GRAIN, below) if beside == "walls" else below
@@ -362,14 +454,14 @@ class _Steering:
             fill(cell.start - wall, wall, True)
             if beside == "below":
                 continue
-            fill(cell.start, cell.end - cell.start, False)
+            fill(cell.start, len(cell), False)
             if beside == "walls":
-                fill(cell.end, GRAIN, True)
-            elif not any(cell.end <= other.start < end for other in mine):  # whose below it is
-                fill(cell.end, self._reach(chunk) - cell.end, True)
+                fill(cell.stop, GRAIN, True)
+            elif not any(cell.stop <= other.start < end for other in mine):  # whose below it is
+                fill(cell.stop, self._reach(chunk) - cell.stop, True)
         for taken in held:
             self.arena.free(taken)
-        return tuple(fillers)
+        return tuple(fillers) if found else None
 
     def _fill(
         self, fillers: list[Filler], held: list[Chunk], address: int, count: int, during: bool
