@@ -28,8 +28,10 @@ def chained_in_functions(
 ) -> Program:
     """Puts a chain through the operations of functions that move much memory.
 
-    The others run at the same time, as they did: most turns of recurrent layers have no
-    large operation, and waiting for each other would take them longer.
+    Of those that move less, down to half as much, no more run at once than there are
+    threads, in the given order: four gates of a turn may be read as they come or lie there
+    together.  The others run at the same time, as they did: most turns of recurrent layers
+    have no large operation, and waiting for each other would take them longer.
 
     Args:
       program: the step.
@@ -49,16 +51,23 @@ def chained_in_functions(
         if function.signature.name not in functions or has_pieces(function.node_def):
             continue
         body, workspace = functions[function.signature.name]
+        started: list[str] = []
         previous = None
         for index, op in enumerate(body.ops):
             if op.kind not in (Kind.PURE, Kind.ONCE) or op.name not in nodes:
                 continue
             read = (body.ops[source].bytes[number] for source, number in op.inputs)
-            if max(sum(op.bytes) + workspace.get(index, 0), *read, 0) < large:
+            moved = max(sum(op.bytes) + workspace.get(index, 0), *read, 0)
+            if moved < large / 2:
                 continue
+            before = [started[-threads]] if len(started) >= threads else []
+            if moved >= large:
+                before += [previous] if previous is not None else []
+                previous = op.name
+            started.append(op.name)
             node = nodes[op.name]
-            if previous is not None and previous not in map(name_of, node.input):
-                node.input.append(f"^{previous}")
-                count += 1
-            previous = op.name
+            for name in dict.fromkeys(before):
+                if name not in map(name_of, node.input):
+                    node.input.append(f"^{name}")
+                    count += 1
     return replace(program, library=changed) if count else program
