@@ -525,12 +525,15 @@ def _least_peak(problem: Problem, monitor: Monitor) -> Outcome:
         minimize="peak",
         options={},
     )
-    seconds = min(2.0, 0.02 * len(problem.graph))
-    monitor = monitor.part(seconds + _LOADING)
+    # What a number of changes finds does not depend on the clock, this budget included.
+    limit: dict[str, Any] = {"moves": problem.options.get("moves")}
+    if limit["moves"] is None:
+        seconds = min(2.0, 0.02 * len(problem.graph))
+        limit, monitor = {"seconds": seconds}, monitor.part(seconds + _LOADING)
     # They propose as they go.
     for method in ("checkpoint_all", "chen_greedy"):
         load_method(method)(anything, monitor)
-    load_method("anneal")(replace(anything, options={"seconds": seconds}), monitor)
+    load_method("anneal")(replace(anything, options=limit), monitor)
     return Outcome(None, infeasible=True)
 
 
