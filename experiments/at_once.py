@@ -10,13 +10,16 @@ nothing is recomputed and memory is ample, so that the order is all that differs
 
 plain      the step as TensorFlow runs it
 one        the lowered step
-W at once  the lowered step's operations, each after all but the W - 1 that start last
-           before it, in the order in which two workers would start them (list
-           scheduling, Graham 1969)
+W workers  the lowered step's operations in W lanes, one after the other in each: what W
+           workers would run that take, of what is ready, what is first in the schedule
+           (list scheduling, Graham 1969)
+joined     the schedule in short stages of two lanes, each after both lanes of the one
+           before it: so at the end of each it would be known what is in memory
 any        the lowered step's operations, each after what it reads
 
-Of the last two nobody could say what lies where.  All steps of a network take turns in
-one process, and each is compared with the plain one beside it.
+Of all but the first two nobody could say what lies where: two operations that run at
+once ask for memory in an order that changes from step to step.  All steps of a network
+take turns in one process, and each is compared with the plain one beside it.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from .process import Runner, Task
 from .tables import begin, command, ended, machine, positive_int, write_csv
 
 MODELS = ("UNet", "Transformer", "ViT", "Decoder", "InceptionV3")
-WIDTHS = (2, 3, 5)
+WORKERS = (2, 3, 4)
 _TIMEOUT = 1800.0  # seconds
 
 
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows for people."""
-    ways = ("one", *(f"{width} at once" for width in WIDTHS), "any")
+    ways = ("one", *(f"{count} workers" for count in WORKERS), "joined", "any")
     lines = [f"{'times the plain step':24}{'plain, s':>9}{''.join(f'{way:>11}' for way in ways)}"]
     for row in rows:
         if row["status"] != "done":

@@ -8,20 +8,26 @@ from __future__ import annotations
 import heapq
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from remat.lower import as_function, build_graph
 from remat.memory import Event
 from remat.program import Kind, Program
 
-from .at_once import WIDTHS
+from .at_once import WORKERS
 from .child import WARM_UP, Training, step_seconds
 from .models import CASES
 from .process import Task, serve
 
-_WORKERS = 2
-_AHEAD = 300  # operations after the first that has not started: what is later waits for it
+_AHEAD = 40  # operations among which another is looked for to run beside one
+_STAGE = 12  # operations between two joins, at most
+_WORTH = 1e-4  # seconds: what takes less has nothing run beside it
+_LONGER = 1.5  # times the other lane: what would make a lane so long is not beside it
+_EVEN = 0.85  # of the longer lane: lanes that end so close together are joined
+
+# Events that run one after the other.
+Lane = list[int]
 
 
 def at_once(task: Task) -> dict[str, Any]:
@@ -30,19 +36,18 @@ def at_once(task: Task) -> dict[str, Any]:
     training = Training(CASES[task.model])
     step = training.compiled(task.budget).compiled
     program, events = step.prepared.program, step.planned.events
-    seconds = step.prepared.prices.seconds
     (batch,) = training.case.batches(1)
-    chain = [
-        index
-        for index, event in enumerate(events)
-        if program.ops[event.op].kind in (Kind.PURE, Kind.ONCE) and event.op not in program.unfolded
-    ]
-    started = _starts(program, events, [seconds[event.op] for event in events], chain)
+    needs = _needs(program, events)
+    seconds = {index: step.prepared.prices.seconds[events[index].op] for index in needs}
+    stages = {
+        **{f"{count} workers": [_lanes(needs, seconds, count)] for count in WORKERS},
+        "joined": _stages(needs, seconds),
+        "any": [[[index] for index in needs]],
+    }
     ways: dict[str, Callable[..., object]] = {
         "plain": training.plain_step(),
-        "one": _ordered(program, events, chain, 1),
-        **{f"{width} at once": _ordered(program, events, started, width) for width in WIDTHS},
-        "any": _ordered(program, events, chain, len(chain)),
+        "one": as_function(program, events, *build_graph(program, events, {}), in_turn=True),
+        **{way: _ordered(program, events, each) for way, each in stages.items()},
     }
     found: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(WARM_UP + task.steps):
@@ -58,25 +63,26 @@ def at_once(task: Task) -> dict[str, Any]:
 
 
 def _ordered(
-    program: Program, events: Sequence[Event], order: Sequence[int], width: int
+    program: Program, events: Sequence[Event], stages: Sequence[Sequence[Lane]]
 ) -> Callable[..., object]:
-    """The step whose operations that compute start in an order, ``width`` at once.
-
-    Each waits for the ``width`` before the ``width - 1`` just before it, and so for all
-    that these wait for.
-    """
+    """The step whose operations wait for what is before them in their lane, and the first
+    ones of a stage for the last ones of the stage before it."""
     graph_def, names = build_graph(program, events, {})
-    if width > 1:
-        nodes = {node.name: node for node in graph_def.node}
-        effects = _effects(program, events)
-        for place, index in enumerate(order):
-            node = nodes[names[index]]
-            before = order[max(0, place - 2 * width + 2) : max(0, place - width + 1)]
-            after = {f"^{names[other]}" for other in (*before, *effects[index])}
-            reads = [name for name in node.input if not name.startswith("^")]
-            del node.input[:]
-            node.input.extend([*reads, *sorted(after)])
-    return as_function(program, events, graph_def, names, in_turn=width == 1)
+    nodes = {node.name: node for node in graph_def.node}
+    effects = _effects(program, events)
+    ended: list[int] = []
+    for stage in stages:
+        for lane in stage:
+            before = ended
+            for index in lane:
+                node = nodes[names[index]]
+                after = {f"^{names[other]}" for other in (*before, *effects[index])}
+                reads = [name for name in node.input if not name.startswith("^")]
+                del node.input[:]
+                node.input.extend([*reads, *sorted(after)])
+                before = [index]
+        ended = [lane[-1] for lane in stage if lane]
+    return as_function(program, events, graph_def, names, in_turn=False)
 
 
 def _effects(program: Program, events: Sequence[Event]) -> list[set[int]]:
@@ -89,55 +95,77 @@ def _effects(program: Program, events: Sequence[Event]) -> list[set[int]]:
     return found
 
 
-def _starts(
-    program: Program, events: Sequence[Event], seconds: Sequence[float], chain: Sequence[int]
-) -> list[int]:
-    """The events that compute, in the order in which workers start them that take, of what
-    is ready, what is first in the schedule."""
-    computes = set(chain)
-    effects = _effects(program, events)
-    needs = [
-        {source for source, _ in event.inputs} | before
-        for event, before in zip(events, effects, strict=True)
-    ]
-    waiting = [len(each) for each in needs]
-    readers: list[list[int]] = [[] for _ in events]
-    for index, each in enumerate(needs):
+def _needs(program: Program, events: Sequence[Event]) -> dict[int, set[int]]:
+    """For each event that computes, in their order, the ones that have to be done before."""
+    computes: dict[int, set[int]] = {}
+    through: list[set[int]] = []  # what is to be done before a reader of an event may start
+    for index, (event, effects) in enumerate(zip(events, _effects(program, events), strict=True)):
+        needs: set[int] = set()
+        for source in effects | {source for source, _ in event.inputs}:
+            needs |= through[source]
+        op = program.ops[event.op]
+        if op.kind in (Kind.PURE, Kind.ONCE) and event.op not in program.unfolded:
+            computes[index] = needs
+            through.append({index})
+        else:  # takes no time
+            through.append(needs)
+    return computes
+
+
+def _lanes(needs: Mapping[int, set[int]], seconds: Mapping[int, float], workers: int) -> list[Lane]:
+    """What each worker runs, where one that is free takes, of what is ready, what is first
+    in the schedule (list scheduling: Graham 1969)."""
+    waiting = {index: len(each) for index, each in needs.items()}
+    readers: dict[int, list[int]] = {index: [] for index in needs}
+    for index, each in needs.items():
         for source in each:
             readers[source].append(index)
-    ready: list[int] = []
-    running: list[tuple[float, int]] = []
-
-    def done(index: int) -> None:
-        for reader in readers[index]:
-            waiting[reader] -= 1
-            if waiting[reader] == 0:
-                make_ready(reader)
-
-    def make_ready(index: int) -> None:
-        if index in computes:
-            heapq.heappush(ready, index)
-        else:  # takes no time
-            done(index)
-
-    for index in [index for index, count in enumerate(waiting) if count == 0]:
-        make_ready(index)
-    started: list[int] = []
-    left = [*reversed(chain)]  # the first that has not started is last
-    has_started = set()
+    ready = [index for index, count in waiting.items() if count == 0]
+    free = list(range(workers))
+    lanes: list[Lane] = [[] for _ in free]
+    running: list[tuple[float, int, int]] = []
     now = 0.0
     while ready or running:
-        while left and left[-1] in has_started:
-            left.pop()
-        if ready and len(running) < _WORKERS and ready[0] <= left[-1] + _AHEAD:
-            index = heapq.heappop(ready)
-            started.append(index)
-            has_started.add(index)
-            heapq.heappush(running, (now + seconds[index], index))
+        if ready and free:
+            index, worker = heapq.heappop(ready), heapq.heappop(free)
+            lanes[worker].append(index)
+            heapq.heappush(running, (now + seconds[index], index, worker))
         else:
-            now, index = heapq.heappop(running)
-            done(index)
-    return started
+            now, index, worker = heapq.heappop(running)
+            heapq.heappush(free, worker)
+            for reader in readers[index]:
+                waiting[reader] -= 1
+                if waiting[reader] == 0:
+                    heapq.heappush(ready, reader)
+    return lanes
+
+
+def _stages(needs: Mapping[int, set[int]], seconds: Mapping[int, float]) -> list[list[Lane]]:
+    """The schedule in stages of two lanes at most, which are joined at the end of each.
+
+    The first operation that has not run is one lane; what is ready among those that follow
+    soon is put into the shorter lane, until both take about as long.
+    """
+    left = list(needs)
+    done: set[int] = set()
+    stages = []
+    while left:
+        lanes: list[Lane] = [[left.pop(0)], []]
+        lengths = [seconds[lanes[0][0]], 0.0]
+        while lengths[0] >= _WORTH and len(lanes[0]) + len(lanes[1]) < _STAGE:
+            short = 0 if lengths[0] < lengths[1] else 1
+            own = set(lanes[short])
+            found = next((index for index in left[:_AHEAD] if needs[index] - done <= own), None)
+            if found is None or lengths[short] + seconds[found] > _LONGER * max(lengths):
+                break
+            left.remove(found)
+            lanes[short].append(found)
+            lengths[short] += seconds[found]
+            if min(lengths) >= _EVEN * max(lengths):
+                break
+        stages.append(lanes)
+        done.update(*lanes)
+    return stages
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ elsewhere  the step at twice the batch, priced from what is recorded: measured
            rows, fits from other sizes, rooflines
 validated  recorded operations, predicted from the others
 
-A budget that is infeasible is raised to the least one that is found to work.
+A budget that is infeasible is raised to the least one that is found to work;
+where two shares come to one budget so, they are one row.
 Each result is kept in a file; delete one to measure it again.  A process that
 breaks down is a row of the table, never left out.
 """
@@ -120,9 +121,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin(asked.out)
     cases = _Cases(asked.out, asked.runs, asked.steps)
     rows: list[Row] = []
+    budgets: set[tuple[str, int | None]] = set()
     for model in asked.models:
         for share in asked.shares:
-            rows.append(cases.row(model, share))
+            row = cases.row(model, share)
+            if row.budget is not None and (model, row.budget) in budgets:
+                continue
+            budgets.add((model, row.budget))
+            rows.append(row)
             write_csv([{**asdict(row), **machine()} for row in rows], asked.out / "table.csv")
     print("\n" + table(rows))
     print("\n" + verdicts(rows))
