@@ -281,6 +281,7 @@ class Pool:
       small: bytes of values below ``GRAIN`` that a step holds at once.
       limit: bytes that it may hold, or None if that is no concern.
       highest: most bytes that were ever in use; 0 where nobody counts them.
+      growth: whether it starts small and grows; else all of its limit is one piece.
       layout: how it was divided; guessed from the rest if None.
       quiet: whether nothing else allocates while a step runs, so that tensors
         can be placed (see ``placement``).
@@ -299,6 +300,7 @@ class Pool:
     small: int = 0
     limit: int | None = None
     highest: int = 0
+    growth: bool = True
     layout: Layout | None = None
     quiet: bool = False
     shared: bool = False

@@ -170,7 +170,8 @@ class CompiledStep:
             own_buffers(program)
             gc.collect()  # what an earlier training left, and Python has not freed yet
             pool = self._with_others(pool, 0)
-            pool = replace(pool, highest=allocator.peak_before_claims(self.device))
+            highest = allocator.peak_before_claims(self.device)
+            pool = replace(pool, highest=highest, growth=self.device.growth)
             peak = plain_usage(plain, pool).peak
             budget, source = self._resolve_budget(peak)
             # Replicas run side by side.

@@ -985,6 +985,33 @@ answer(overhead=step.plan.overhead, predicted=step.plan.peak, measured=peak)
     assert found["overhead"] < 0.4  # three quarters before that was cut up
 
 
+def test_the_least_budget_named_does_not_hang_on_the_limit_it_was_asked_under() -> None:
+    """A process under that limit claims it in one piece, as this one did."""
+    least = [
+        run(
+            """
+remat.claim_memory()
+keras.utils.set_random_seed(0)
+x = inputs = keras.Input((48, 48, 3))
+for _ in range(3):
+    x = keras.layers.Conv2D(64, 3, padding="same", activation="relu")(x)
+    x = keras.layers.MaxPooling2D()(x)
+model = keras.Model(inputs, keras.layers.Dense(10)(keras.layers.Flatten()(x)))
+specs = tf.TensorSpec((16, 48, 48, 3)), tf.TensorSpec((16, 10))
+try:
+    remat.compile(model, "mse", "adam", *specs, budget="LIMITMiB", profile={})
+    answer(least=0)
+except remat.InfeasibleBudgetError as error:
+    answer(least=error.least_budget)
+""".replace("LIMIT", limit),
+            COUNTED | {"TF_CPU_BFC_MEM_LIMIT_IN_MB": limit},
+        )["least"]
+        for limit in ("12", "16", "24")
+    ]
+    assert min(least) > 24 << 20
+    assert max(least) <= 1.01 * min(least)
+
+
 _BY_TURNS = """
 remat.claim_memory()
 keras.utils.set_random_seed(0)
