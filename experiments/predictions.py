@@ -121,13 +121,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin(asked.out)
     cases = _Cases(asked.out, asked.runs, asked.steps)
     rows: list[Row] = []
-    budgets: set[tuple[str, int | None]] = set()
     for model in asked.models:
         for share in asked.shares:
             row = cases.row(model, share)
-            if row.budget is not None and (model, row.budget) in budgets:
+            if row.budget is not None and (model, row.budget) in (
+                (other.model, other.budget) for other in rows
+            ):
                 continue
-            budgets.add((model, row.budget))
             rows.append(row)
             write_csv([{**asdict(row), **machine()} for row in rows], asked.out / "table.csv")
     print("\n" + table(rows))
