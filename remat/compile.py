@@ -66,7 +66,8 @@ class Step:
         Every variable is put back afterwards, bit for bit.
 
         Args:
-          batch: inputs and labels; zeros if they are not given.
+          batch: inputs and labels; if they are not given, the last step's, where
+            its caller still holds them, or else zeros.
           steps: runs that are timed.
 
         Returns:

@@ -123,6 +123,7 @@ class CompiledStep:
         self.seconds: dict[str, float] = {}
         self._calls = 0
         self._ran = False  # a step of the training
+        self._batch: list[weakref.ref[tf.Tensor]] = []  # its arguments
         self._warned = False  # of a later step above the budget
         self._laid: allocator.Laid | None = None
         self._settled_bytes: int | None = None  # in use when memory was last found as laid
@@ -274,7 +275,9 @@ class CompiledStep:
         generators go on from where they were.
 
         Args:
-          batch: the step's arguments; zeros if there are none.
+          batch: the step's arguments.  If there are none, the last step's, where its
+            caller still holds them, so that what is measured has the memory that a
+            step has; or else zeros.
           steps: runs that are timed.
 
         Raises:
@@ -289,12 +292,18 @@ class CompiledStep:
                 "the step has effects beside its variables (a table, an iterator, Python code), "
                 "which a measurement could not undo; measure its real steps"
             )
-        inputs = self._flatten(batch) if batch else zeros(program)
+        inputs = self._flatten(batch) if batch else self._last_batch() or zeros(program)
         self._keep_layout()
+        for _ in range(_ATTEMPTS):
+            with self._settled() as found:
+                pass
+            if found == allocator.Found():
+                break
+            self._drifted(found)
         with _MEASURING, variables_put_back(program):
             lowered, _own = self._apart(program, self.planned)
             timed, _other = self._apart(program, self.planned, timed=True)
-            found = measure(
+            return measure(
                 lambda: lowered(*inputs),
                 lambda: timed(*inputs),
                 self._settled,
@@ -303,12 +312,17 @@ class CompiledStep:
                 self.device,
                 steps=steps,
             )
-        return found
+
+    def _last_batch(self) -> list[tf.Tensor]:
+        """The arguments of the last step, if all of them are still there."""
+        held = [reference() for reference in self._batch]
+        return [] if any(tensor is None for tensor in held) else held
 
     def _execute(self, flat: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         try:
             if tf.inside_function():
                 return self._inside()(*flat)
+            self._batch = [weakref.ref(tensor) for tensor in flat]
             for handle in self._large:  # rows of it may have been gathered since
                 allocator.share(handle)
             self._keep_layout()

@@ -92,6 +92,40 @@ answer(
     assert Measured.load(tmp_path / "measured.json").summary() == found["summary"]
 
 
+@pytest.mark.parametrize("held", ["the last batch", "other batches"])
+def test_a_step_is_measured_at_a_hard_limit_beside_what_its_caller_holds(held: str) -> None:
+    found = run(
+        f"""
+import remat
+remat.claim_memory()
+keras.utils.set_random_seed(0)
+inputs = x = keras.Input((160, 160, 3))
+for width in (8, 12, 8, 12):
+    x = keras.layers.Conv2D(width, 3, padding="same")(x)
+    x = keras.layers.ReLU()(keras.layers.BatchNormalization()(x))
+model = keras.Model(inputs, keras.layers.Dense(10)(keras.layers.GlobalAveragePooling2D()(x)))
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+specs = tf.TensorSpec((32, 160, 160, 3)), tf.TensorSpec((32,), tf.int32)
+step = remat.compile(model, loss, "adam", *specs, budget=190 << 20, profile={{}})
+
+def new_batch():
+    return [tf.zeros_like(value) for value in batches(specs, 1)[0]]
+
+batch = new_batch()
+for _ in range(3):
+    step(*batch)
+trained = step.measured_peak
+if {held == "other batches"}:
+    others, batch = [new_batch(), new_batch()], None
+found = step.measure(steps=1)
+answer(trained=trained, peak=found.peak_measured, predicted=found.peak_predicted)
+""",
+        {**COUNTED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": "190"},
+    )
+    assert max(found["trained"], found["peak"]) <= 190 * MIB
+    assert found["peak"] == pytest.approx(found["predicted"], rel=0.01)
+
+
 def test_the_summary_names_what_differs(measured: Measured) -> None:
     lines = measured.summary().splitlines()
     assert lines[0] == "net on a device, budget 8.00 MiB"
