@@ -572,7 +572,7 @@ class CompiledStep:
         prepared = prepared or self.prepared
         if self.options.plan is not None and ceiling is None:
             given = load_plan(prepared, replace(self.options.plan, budget=self.budget))
-            if given.needed <= self.budget:
+            if given.needed <= self.budget - given.plan.details["margin"]:
                 return given
             say.line("the given plan does not fit the memory at hand: solving again, from it")
             start = start or given.plan.schedule

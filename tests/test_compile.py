@@ -201,6 +201,22 @@ answer(measured=measured, plain=step.plain_peak, budget=step.budget)
     assert found["plain"] > 1.2 * found["budget"]
 
 
+def test_a_saved_plan_that_leaves_less_than_its_margin_is_solved_again() -> None:
+    found = run(
+        "keras.utils.set_random_seed(1)\n"
+        + dedent(_MODELS["batchnorm"])
+        + """
+step = remat.compile(model, loss, optimizer, *specs, budget=0.6, profile={})
+budget = step.plan.peak + step.plan.details["margin"] // 2
+again = remat.compile(model, loss, optimizer, *specs, budget=budget, plan=step.plan, profile={})
+answer(needed=again.plan.peak, budget=budget, margin=again.plan.details["margin"])
+""",
+        {},  # where tensors have places, the margin is on top of these
+    )
+    assert 0 < found["margin"] < found["budget"]
+    assert found["needed"] <= found["budget"] - found["margin"]
+
+
 def test_sample_weights_plan_a_second_step() -> None:
     found = run(
         "exact(); keras.utils.set_random_seed(1)\n"
