@@ -38,7 +38,7 @@ from remat.solvers.solving import METHODS
 from .graphs import graph_files
 from .models import CASES
 from .pictures import styles
-from .process import Runner, Task
+from .process import Runner, Task, by_turns
 from .solver_quality import Row, cells, summarise
 from .tables import begin, command, ended, given, machine, positive, proper_share, show, write_csv
 
@@ -138,7 +138,7 @@ def _measure(folder: Path, network: str, shares: Sequence[float], path: Path) ->
         found = result(task)
         point = Measured(graph.name, task.budget, found["status"])
         if found["status"] == "done":
-            times = result(replace(task, kind="timed"))
+            times = by_turns(result, task)
             point = replace(
                 point,
                 peak=found["peak"],

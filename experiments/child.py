@@ -15,7 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -204,17 +204,23 @@ def timed(task: Task) -> dict[str, Any]:
     """Seconds a step, plain and lowered by turns.
 
     Lowered is the task's plan within its budget, beside a process that makes the plain
-    steps: what these allocate would be beside the plan.  Without a plan it is the step
+    steps: what these allocate would be beside the plan.  Which of the two is the first to
+    use its memory matters; see ``process.by_turns``.  Without a plan it is the step
     with no recomputation, for which there must be memory enough; both are run in this
     process then, since one process that has just computed slows another one down.
     """
     assert task.budget is not None
-    training = Training(_case(task))
-    lowered = training.compiled(task.budget, task.plan)
-    (batch,) = training.case.batches(1)
     turns: list[tuple[float, float]] = []
-    here = nullcontext(partial(step_seconds, training.plain_step(), batch))
-    with here if task.plan is None else _plain_beside(task) as plain:
+    with ExitStack() as stack:
+        if task.plan is not None and task.plain_first:
+            plain = stack.enter_context(_plain_beside(task))
+        training = Training(_case(task))
+        lowered = training.compiled(task.budget, task.plan)
+        (batch,) = training.case.batches(1)
+        if task.plan is None:
+            plain = partial(step_seconds, training.plain_step(), batch)
+        elif not task.plain_first:
+            plain = stack.enter_context(_plain_beside(task))
         for _ in range(WARM_UP):
             plain()
             step_seconds(lowered, batch)
@@ -236,7 +242,8 @@ def timed(task: Task) -> dict[str, Any]:
 
 @contextmanager
 def _plain_beside(task: Task) -> Iterator[Callable[[], float]]:
-    """A process that makes a plain step, and says its seconds, whenever it is asked to."""
+    """A process that makes a plain step, and says its seconds, whenever it is asked to; it
+    has made some."""
     task = replace(task, kind="paced", budget=None, limit_mib=None, plan=None)
     with tempfile.TemporaryDirectory() as folder:
         process = start(
@@ -261,6 +268,8 @@ def _plain_beside(task: Task) -> Iterator[Callable[[], float]]:
             return float(said)
 
         try:
+            for _ in range(WARM_UP):
+                ask()
             yield ask
         finally:
             process.kill()

@@ -25,7 +25,7 @@ import numpy as np
 from remat.plots import Curve, plot_memory
 
 from .models import CASES
-from .process import Task, run
+from .process import Task, by_turns, run
 from .tables import ended
 
 _MIB = 2**20
@@ -60,8 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             budget = plain["peak"] // 2 // _MIB * _MIB
             inside = _train(asked, "inside", folder, budget)
             # The same plan within the same limit.
-            timed = replace(inside["task"], kind="timed")
-            times = _run("plain and inside by turns", timed, asked.out / "times.log")
+            times = by_turns(
+                lambda timed: _run("plain and inside by turns", timed, asked.out / "times.log"),
+                inside["task"],
+            )
         except RuntimeError as error:
             print(error, file=sys.stderr)
             return 1

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from .models import CASES, LARGE, TRAINED
-from .process import Runner, Task
+from .process import Runner, Task, by_turns
 from .tables import begin, command, ended, given, machine, positive, positive_int, write_csv
 
 _MIB = 2**20
@@ -269,7 +269,7 @@ def _behaviour(
         values["lowering"] = statistics.median(ratios)
         values["lowering_spread"] = max(ratios) - min(ratios)
         values["lowering_fastest"] = _fastest(*lowerings)
-    timed = runner.result(replace(task, kind="timed", seconds=asked.seconds))
+    timed = by_turns(runner.result, replace(task, seconds=asked.seconds))
     use("timed", timed, {"overhead_measured": "ratio"})
     if timed["status"] == "done":
         values["overhead_measured"] -= 1

@@ -20,7 +20,7 @@ from typing import Any
 
 from .models import case_of, published_case
 from .optimal_gradient_search import PUBLISHED
-from .process import Runner, Task
+from .process import Runner, Task, by_turns
 from .tables import begin, command, ended, given, machine, positive_int, show, write_csv
 
 _BATCH = 8
@@ -104,7 +104,7 @@ def measure(asked: argparse.Namespace, network: str) -> Row:
         overhead_predicted=100 * found["overhead"],
         compile_seconds=found["compile_seconds"],
     )
-    timed = runner.result(replace(task, kind="timed"))
+    timed = by_turns(runner.result, task)
     if timed["status"] != "done":
         return replace(row, message=timed["message"])
     return replace(row, overhead=100 * (timed["ratio"] - 1))

@@ -12,7 +12,7 @@ again      the same by the saved plan, until there are as many runs as asked for
 squeezed   that plan under a limit 3 % below the budget, without the measured
            run that would make another plan: is there slack?  None where it is
            foreseen not to fit, and planned again
-timed      plain and planned steps by turns; and once for each network the step
+timed      plain and planned steps by turns, twice; and once for each network the step
            without recomputation against the plain one, which is what the
            control edges cost
 elsewhere  the step at twice the batch, priced from what is recorded: measured
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from .models import CASES, FURTHER, TRAINED
-from .process import Runner, Task
+from .process import Runner, Task, by_turns
 from .tables import begin, command, ended, given, machine, positive_int, proper_share, write_csv
 
 _MIB = 2**20
@@ -177,7 +177,7 @@ class _Cases:
         row = replace(row, squeezed=self.runner.result(squeezed)["status"])
         row = _with_seconds(
             row,
-            self.runner.result(replace(task, kind="timed")),
+            by_turns(self.runner.result, task),
             self.runner.result(lowering),
         )
         row = _with_shares(row, first, "")

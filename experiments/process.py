@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import signal
 import subprocess
@@ -50,6 +51,8 @@ class Task:
         thread: TensorFlow differs from itself without.
       repeat: number of this repetition.
       seconds: of steps that are timed, once there are enough of them.
+      plain_first: where plain steps are made beside, the process that makes them is the first
+        to use its memory.
     """
 
     kind: str
@@ -65,6 +68,31 @@ class Task:
     exact: bool = False
     repeat: int = 0
     seconds: float = 80.0
+    plain_first: bool = False
+
+
+def by_turns(result: Callable[[Task], Mapping[str, Any]], task: Task) -> Mapping[str, Any]:
+    """Seconds of plain steps and of a plan's, by turns in two processes.
+
+    Of two processes with the same steps the first to use its memory was up to 15 % slower
+    on a machine that had run others before: what was free first, it seems, lay in more
+    pieces.  So this is done twice, each of the two being the first once.
+
+    Args:
+      result: gives what comes of a task.
+      task: the plan, its budget, and the seconds for both times together.
+
+    Returns:
+      What ``experiments.child.timed`` gives, of both, ``ratio`` being the geometric mean;
+      or what came of the one that failed.
+    """
+    half = replace(task, kind="timed", seconds=task.seconds / 2)
+    first, second = (result(replace(half, plain_first=plain)) for plain in (False, True))
+    for found in (first, second):
+        if found["status"] != "done":
+            return found
+    series = {key: first[key] + second[key] for key in ("plain_seconds", "lowered_seconds")}
+    return {**first, **series, "ratio": math.sqrt(first["ratio"] * second["ratio"])}
 
 
 @dataclass(frozen=True)
