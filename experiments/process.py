@@ -74,9 +74,9 @@ class Task:
 def by_turns(result: Callable[[Task], Mapping[str, Any]], task: Task) -> Mapping[str, Any]:
     """Seconds of plain steps and of a plan's, by turns in two processes.
 
-    Of two processes with the same steps the first to use its memory was up to 15 % slower
-    on a machine that had run others before: what was free first, it seems, lay in more
-    pieces.  So this is done twice, each of the two being the first once.
+    Of two processes with the same steps the first to use its memory is slower on a machine
+    that has run others: what it gets lies in more pieces, it seems.  So this is done twice,
+    each of the two being the first once.
 
     Args:
       result: gives what comes of a task.
