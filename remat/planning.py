@@ -142,7 +142,7 @@ class Planned:
       events: the operations' runs, in order.
       fillers: what is allocated between them so that they lie where they should.
       target: bytes that the solver was given.
-      needed: predicted bytes that must be within the budget.
+      needed: predicted bytes that must be within the budget less its margin.
       crowds: nodes that run while a few large tensors are held that do not fit into the
         pieces that memory is in; and the bytes of these.
     """

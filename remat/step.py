@@ -294,12 +294,8 @@ class CompiledStep:
             )
         inputs = self._flatten(batch) if batch else self._last_batch() or zeros(program)
         self._keep_layout()
-        for _ in range(_ATTEMPTS):
-            with self._settled() as found:
-                pass
-            if found == allocator.Found():
-                break
-            self._drifted(found)
+        with self._ready():
+            pass  # planned again if need be: each run of it settles memory by itself
         with _MEASURING, variables_put_back(program):
             lowered, _own = self._apart(program, self.planned)
             timed, _other = self._apart(program, self.planned, timed=True)
@@ -326,15 +322,10 @@ class CompiledStep:
             for handle in self._large:  # rows of it may have been gathered since
                 allocator.share(handle)
             self._keep_layout()
-            attempts = 0
-            while True:
-                with self._settled() as found:
-                    if found == allocator.Found() or attempts == _ATTEMPTS:
-                        self._ran = True
-                        self._drifts = max(0.0, self._drifts - _MADE_UP)
-                        return self._run(*flat)
-                self._drifted(found)
-                attempts += 1
+            with self._ready():
+                self._ran = True
+                self._drifts = max(0.0, self._drifts - _MADE_UP)
+                return self._run(*flat)
         except tf.errors.ResourceExhaustedError as error:
             raise tf.errors.ResourceExhaustedError(
                 error.node_def,
@@ -727,6 +718,19 @@ class CompiledStep:
             if not found.drifted:
                 self._settled_bytes = in_use
             yield found
+
+    @contextmanager
+    def _ready(self) -> Iterator[None]:
+        """Puts the pool into the state that the plan is for, planning again for what is found
+        there if need be."""
+        for _ in range(_ATTEMPTS):
+            with self._settled() as found:
+                if found == allocator.Found():
+                    yield
+                    return
+            self._drifted(found)
+        with self._settled():
+            yield
 
     def _keep_layout(self) -> None:
         """Divides memory again if another step has divided it anew."""
