@@ -355,10 +355,25 @@ class Pool:
         slots = self.slots if self.layout is None else self.layout.slots
         return Counter(size for size in slots if size >= GRAIN) - Counter(self.own_slots)
 
+    def smaller(self, count: int) -> Pool:
+        """The pool with so many bytes less at its end; without a limit it has none."""
+        if self.limit is None:
+            return self
+        layout, limit = self.layout, self.limit - count
+        if layout is not None:
+            area = max(0, layout.area - count) // ALIGNMENT * ALIGNMENT
+            layout = replace(layout, area=area)
+        return replace(self, limit=limit, layout=layout)
+
     def unclaimed(self) -> int:
-        """Bytes that the limit still allows for one more region."""
+        """Bytes that the limit still allows for one more region, or that are left of the one.
+
+        Raises:
+          OutOfMemoryError: if not even what is held fits.
+        """
         assert self.limit is not None
-        return self.limit - self._grown().reserved
+        arena = self._grown()
+        return self.limit - (arena.reserved if self._grows else arena.in_use)
 
     def arena(self) -> Arena:
         """A model of the pool, with slots laid and constants allocated.
@@ -375,8 +390,8 @@ class Pool:
             for size in (layout.slots_end + layout.area, *layout.beyond, *layout.after):
                 arena.claim(size)
         else:
-            arena = self._grown()
-            start, slots = arena.reserved, self.slots
+            arena, slots = self._grown(), self.slots
+            start = arena.reserved if self._grows else sum(map(aligned, self.held))
             arena.claim(_ENDLESS if self.limit is None else self.limit - arena.reserved)
         if self.quiet or self.limit is not None:
             arena.limit = arena.reserved  # there is no more
@@ -393,9 +408,14 @@ class Pool:
         """Allocates the results of the step before."""
         return [arena.allocate(size) for size in self.results if size]
 
+    @property
+    def _grows(self) -> bool:
+        """Whether there is not all of it from the start."""
+        return self.growth or self.limit is None
+
     def _grown(self) -> Arena:
         """The pool before anything is claimed."""
-        arena = Arena(self.limit)
+        arena = Arena(self.limit, growth=self._grows)
         for size in self.held:
             arena.allocate(size)
         missing = min(self.highest, self.limit or self.highest) - arena.reserved

@@ -11,13 +11,16 @@ operation that reads it is done.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from .arena import GRAIN, Arena, Chunk, Pool, aligned
 from .executor import execution_order
 from .program import KEPT_SCRATCH, SCRATCH_FIRST, Kind, Op, Program, Tensor
 
+_SHARES = 8  # of the largest that a value may be, that are tried: see ``as_run``
 _STEPS = 12  # runs, at most, until batches and results lie where they did before
 
 
@@ -66,6 +69,8 @@ class Requests:
       kept: the requests that hold what the step returns.
       taken_over: for each event, the input whose buffer one of its outputs takes
         over; None if none.
+      varying: the requests that may be for less, as only the run knows their sizes, each with
+        the values whose sizes these follow.
     """
 
     sizes: tuple[int, ...]
@@ -73,6 +78,7 @@ class Requests:
     given: tuple[tuple[int, ...], ...]
     kept: tuple[int, ...]
     taken_over: tuple[int | None, ...]
+    varying: Mapping[int, frozenset[Tensor]] = field(default_factory=dict)
 
     def lifetimes(self) -> tuple[list[int], list[int]]:
         """The first and the last event during which each request is held; the last
@@ -113,6 +119,42 @@ class Usage:
     requested_peak: int
     held: tuple[int, ...] = field(repr=False)
     settled: bool
+
+
+def as_run(asked: Requests, seed: int) -> Iterator[Requests]:
+    """The requests as runs may make them, where only a run knows the sizes of some: all as
+    large as they can be; at one share of that; at a share or at what it lacks; at any shares.
+
+    Less is not always easier to find room for: it is cut from another chunk.
+    """
+    yield asked
+    parts: dict[int, list[Tensor]] = {}  # of which each has a share of its own
+    for source in sorted({source for follows in asked.varying.values() for source in follows}):
+        parts.setdefault(source[0], []).append(source)
+    rng = random.Random(seed)
+    drawn = [dict.fromkeys(parts, number / _SHARES) for number in range(_SHARES)]
+    for share in (number / (4 * _SHARES) for number in range(4 * _SHARES)):
+        drawn.append({op: rng.choice((share, 1 - share)) for op in parts})
+    drawn += [{op: rng.random() for op in parts} for _ in range(_SHARES)]
+    for shares in drawn if parts else ():
+        of = {
+            source: share
+            for op, sources in parts.items()
+            for source, share in zip(sources, _divided(shares[op], len(sources), rng), strict=True)
+        }
+        sizes = list(asked.sizes)
+        for number, follows in asked.varying.items():
+            if follows:
+                sizes[number] = int(sizes[number] * fmean(of[source] for source in follows))
+        yield replace(asked, sizes=tuple(sizes))
+
+
+def _divided(share: float, count: int, rng: random.Random) -> list[float]:
+    """Shares of the parts of a whole, one of which is given, or that of what is none."""
+    others = [1 - rng.random() for _ in range(count - 1)]
+    shares = [share, *((1 - share) * other / sum(others) for other in others)]
+    rng.shuffle(shares)
+    return shares
 
 
 def simulate(requests: Requests, pool: Pool, fillers: Fillers | None = None) -> Usage:
@@ -172,14 +214,16 @@ def _simulate_step(
             if not filler.during:
                 arena.free(chunk)
         for number in taken:
-            chunks[number] = arena.allocate(requests.sizes[number])
+            if requests.sizes[number]:
+                chunks[number] = arena.allocate(requests.sizes[number])
         held.append(max(filled, arena.in_use))
         for number in given:
-            arena.free(chunks.pop(number))
+            if requests.sizes[number]:
+                arena.free(chunks.pop(number))
         for chunk, filler in fill:
             if filler.during:
                 arena.free(chunk)
-    return held, [chunks[number] for number in requests.kept]
+    return held, [chunks[number] for number in requests.kept if requests.sizes[number]]
 
 
 @dataclass(slots=True)
@@ -240,6 +284,7 @@ def requests(
     kept_scratch: dict[int, list[int]] = {}  # by the event that reads it last
     buffers: list[list[_Buffer]] = []
     sizes: list[int] = []
+    varying: dict[int, frozenset[Tensor]] = {}
     all_taken, all_given = [], []
     taken_over: list[int | None] = []
 
@@ -299,6 +344,12 @@ def requests(
                 kept_scratch.setdefault(until[index], []).extend(scratch)
             else:
                 given += scratch
+        if op.varies:
+            follows = program.size_follows
+            varying.update(dict.fromkeys(taken, follows[event.op, 0]))
+            for output, buffer in enumerate(outputs):
+                own = set(taken).intersection(buffer.requests)
+                varying.update(dict.fromkeys(own, follows[event.op, output]))
         buffers.append(outputs)
         # While it runs, an operation holds its outputs; then its readers do.
         for number, buffer in enumerate(outputs):
@@ -315,7 +366,12 @@ def requests(
     returned = (buffers[newest[op]][number] for op, number in program.outputs)
     kept = dict.fromkeys(number for buffer in returned for number in buffer.requests)
     return Requests(
-        tuple(sizes), tuple(all_taken), tuple(all_given), tuple(kept), tuple(taken_over)
+        tuple(sizes),
+        tuple(all_taken),
+        tuple(all_given),
+        tuple(kept),
+        tuple(taken_over),
+        varying,
     )
 
 

@@ -175,6 +175,34 @@ class Program:
         return most
 
     @cached_property
+    def size_follows(self) -> Mapping[Tensor, frozenset[Tensor]]:
+        """For values of sizes that only the run knows, and shapes that tell of these: the
+        values whose sizes theirs follows.
+
+        It is itself where it follows none: the first output where all are of one size, and of
+        partitions by one value, which are parts of a whole, those of the first.  None is
+        followed by what puts such parts together again.  Of what an operation reads, a shape
+        says more than what is given that shape.
+        """
+        found: dict[Tensor, frozenset[Tensor]] = {}
+        first: dict[Tensor, int] = {}
+        for index, op in enumerate(self.ops):
+            known = [tensor for tensor in op.inputs if tensor in found]
+            whole = [(i, n) for i, n in known if self.ops[i].dtypes[n].is_integer]
+            followed = frozenset(source for tensor in whole or known for source in found[tensor])
+            for number, dtype in enumerate(op.dtypes):
+                if op.varies and op.type == "DynamicPartition":
+                    same = first.setdefault(op.inputs[1], index)
+                    found[index, number] = frozenset([(same, number)])
+                elif op.varies and op.type in _PUT_TOGETHER:
+                    found[index, number] = frozenset()
+                elif op.varies:
+                    found[index, number] = followed or frozenset([(index, 0)])
+                elif followed and dtype.is_integer:
+                    found[index, number] = followed
+        return found
+
+    @cached_property
     def unfolded(self) -> frozenset[int]:
         """Constants that the lowered function must take as arguments.
 
@@ -230,6 +258,8 @@ _IDENTITIES = frozenset(
 )
 # Output 0 shares the buffer of input 0 under another shape.
 _ALIASES = frozenset(["Reshape", "Squeeze", "ExpandDims", "Bitcast"])
+
+_PUT_TOGETHER = ("DynamicStitch", "ParallelDynamicStitch")  # parts of a whole
 
 _UNARY = [
     "Abs",
@@ -467,7 +497,8 @@ def build(trace: Trace, *, turns: Mapping[str, int] | None = None, fold: bool = 
         for tensor in operation.outputs:
             shape = _shape(tensor) if folded is None else folded[tensor.value_index].shape
             if shape is None:
-                shape, kind, varies = largest().get(tensor.name), Kind.ONCE, True
+                shape, varies = largest().get(tensor.name), True
+                kind = kind if kind is Kind.ALIAS else Kind.ONCE
             if shape is None:
                 raise TraceError(
                     f"the value {tensor.name} ({operation.type}) has the shape {tensor.shape}; "

@@ -280,11 +280,9 @@ def _limited(pool: Pool, budget: int) -> Pool:
     if not pool.highest:
         return pool  # nobody counts its bytes
     in_use = sum(map(aligned, pool.held))
-    unclaimed, hole = budget - in_use, 0
-    if pool.growth:
-        unclaimed = replace(pool, limit=budget).unclaimed()
-        # What variables leave of the regions that they made the pool grow by.
-        hole = max(0, budget - unclaimed - in_use)
+    unclaimed = replace(pool, limit=budget).unclaimed()
+    # What variables leave of the regions that they made the pool grow by.
+    hole = max(0, budget - unclaimed - in_use)
     block = max(unclaimed, hole)
     area = block - block // 64 - slots_end(pool.slots)  # something small may be in it
     if area < LEAST_AREA * (budget - in_use):

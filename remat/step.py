@@ -177,7 +177,9 @@ class CompiledStep:
             budget, source = self._resolve_budget(peak)
             # Replicas run side by side.
             alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
-            pool = replace(pool, shared=not alone or options.quiet is False or _varies(program))
+            shared = not alone or options.quiet is False or _varies(program)
+            # Where the allocator chooses the places, what it has no room for is to be foreseen.
+            pool = replace(pool, shared=shared, limit=self.device.limit if shared else None)
             pool = self._with_batches_ahead(pool, min(budget, peak))
             # A share is of a peak that is higher once scratch memory is known.
             spare = budget + _SCRATCH if source == _SHARE else 0

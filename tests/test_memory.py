@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import tensorflow as tf
 from child import COUNTED, EXACT, run
 
 from remat.arena import GRAIN, Arena, Layout, OutOfMemoryError, Pool
+from remat.memory import Requests, as_run, plain_events, requests, simulate
+from remat.planning import read
 from remat.program import Kind, _kind
 
 _LIMITED = {**COUNTED, "TF_CPU_BFC_MEM_LIMIT_IN_MB": "400"}
@@ -411,6 +415,58 @@ answer(predicted=step.plan.peak, peaks=peaks)
     )
     assert max(found["peaks"]) <= 176 << 20
     assert max(found["peaks"]) == pytest.approx(found["predicted"], rel=0.01)
+
+
+def test_sizes_that_only_the_run_knows_are_tried_as_they_may_be() -> None:
+    """Parts are a whole together, what is made of a part is as large as that, and what fits
+    at its largest may have no room when it is smaller."""
+
+    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        no, yes = tf.dynamic_partition(x, y, 2)
+        both = tf.concat([no * 2, yes], 0)
+        again = tf.dynamic_stitch(tf.dynamic_partition(tf.range(64), y, 2), [no, yes])
+        return tf.reduce_sum(both) + tf.reduce_sum(tf.sqrt(yes)) + tf.reduce_sum(again)
+
+    signature = [tf.TensorSpec([64, 256]), tf.TensorSpec([64], tf.int32)]
+    _trace, program = read(step, signature)
+    names = {index: op.name for index, op in enumerate(program.ops)}
+    asked = requests(program, plain_events(program), {})
+    events = [event.op for event in plain_events(program)]
+    of = {n: names[op] for op, taken in zip(events, asked.taken, strict=True) for n in taken}
+    runs = list(as_run(asked, 0))
+    assert runs[0] == asked
+    seen = set()
+    for each in runs[1:]:
+        parts = [each.sizes[n] for n in of if of[n] == "DynamicPartition"]
+        assert abs(sum(parts) - 64 * 256 * 4) <= 1
+        (root,) = (each.sizes[n] for n in of if of[n] == "Sqrt")
+        (twice,) = (each.sizes[n] for n in of if of[n] == "mul")
+        assert [twice, root] == parts
+        (again,) = (each.sizes[n] for n in of if "Stitch" in of[n])
+        assert again == 64 * 256 * 4
+        seen.add(root)
+    assert min(seen) == 0
+    assert len(seen) > 20
+
+
+def test_what_fits_at_its_largest_may_have_no_room_when_it_is_smaller() -> None:
+    """Of 2 MiB, a value lies in a hole of 2 and leaves that of 1 to the next; of less, it
+    takes that one, the next goes into the larger, and what comes then has none."""
+    sizes = [size << 20 for size in (4, 1, 1, 2, 8, 2, 1, 2)]
+    taken = ((0, 1, 2, 3, 4), (5,), (6,), (), (7,))
+    given = ((1, 3), (), (), (5,), (0, 2, 4, 6, 7))
+    varying = {5: frozenset([(1, 0)])}
+    asked = Requests(tuple(sizes), taken, given, (), (None,) * len(taken), varying)
+    pool = Pool((), limit=16 << 20, layout=Layout(0, (), (), 16 << 20), shared=True)
+    largest, *others = as_run(asked, 0)
+    assert simulate(largest, pool).peak == 16 << 20
+    tried = {False: 0, True: 0}
+    for smaller in others:
+        tight = 0 < smaller.sizes[5] <= 1 << 20
+        with pytest.raises(OutOfMemoryError) if tight else nullcontext():
+            simulate(smaller, pool)
+        tried[tight] += 1
+    assert min(tried.values()) > 10
 
 
 def test_what_is_no_whole_row_is_a_copy() -> None:
