@@ -467,9 +467,11 @@ def _place(
     """
     usage: Usage | None
     try:
-        left = pool.smaller(int(_VARYING_MARGIN * budget)) if asked.varying else pool
-        runs = (simulate(run, left) for run in as_run(asked, seed))
-        usage = max(runs, key=lambda usage: usage.peak)
+        usage = simulate(asked, pool)
+        if asked.varying and not pool.quiet:
+            left = pool.smaller(int(_VARYING_MARGIN * budget))
+            runs = (simulate(run, left) for run in as_run(asked, seed))
+            usage = max(runs, key=lambda usage: usage.peak)
     except OutOfMemoryError:
         usage = None
     if usage is not None and pool.quiet and not usage.settled:

@@ -179,7 +179,7 @@ class CompiledStep:
             alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
             shared = not alone or options.quiet is False or _varies(program)
             # Where the allocator chooses the places, what it has no room for is to be foreseen.
-            pool = replace(pool, shared=shared, limit=self.device.limit if shared else None)
+            pool = replace(pool, shared=shared, limit=self.device.limit)
             pool = self._with_batches_ahead(pool, min(budget, peak))
             # A share is of a peak that is higher once scratch memory is known.
             spare = budget + _SCRATCH if source == _SHARE else 0
