@@ -517,8 +517,11 @@ def _run_once(program: Program, threshold: int) -> dict[str, tuple[int, int]]:
     return found
 
 
-def infeasible(prepared: Prepared, budget: int, least_budget: int) -> InfeasibleBudgetError:
-    """The error that says what a budget lacks; ``least_budget`` is known to be enough."""
+def infeasible(
+    prepared: Prepared, budget: int, least_budget: int, *, known: bool = True
+) -> InfeasibleBudgetError:
+    """The error that says what a budget lacks; ``known``: whether ``least_budget`` is known to
+    be enough."""
     graph = prepared.extraction.graph
     floor, nodes = memory_floor(graph)
     groups, workspace = prepared.extraction.groups, prepared.prices.workspace
@@ -528,4 +531,16 @@ def infeasible(prepared: Prepared, budget: int, least_budget: int) -> Infeasible
         else graph.nodes[node].name
         for node in nodes
     )
-    return InfeasibleBudgetError(budget, floor, names, least_budget, graph.resident)
+    varies = any(prepared.program.ops[op].varies for node in nodes for op in groups[node])
+    return InfeasibleBudgetError(
+        budget,
+        floor,
+        names,
+        least_budget,
+        graph.resident,
+        known=known,
+        remark="its values, whose sizes only a run knows, count as the largest they can be, and "
+        "each part of a partition as the whole"
+        if varies
+        else "",
+    )

@@ -87,11 +87,11 @@ def make_plan(
     except _NoPlanError as problem:
         failed = problem
     if failed.interrupted:
-        raise infeasible(prepared, budget, failed.estimate)
+        raise infeasible(prepared, budget, failed.estimate, known=False)
     leanest = find_leanest(prepared, budget, ceiling=ceiling, seed=seed, bound=failed.bound)
     if leanest.result.status is Status.INTERRUPTED:
         if not leanest.fits:
-            raise infeasible(prepared, budget, failed.estimate)
+            raise infeasible(prepared, budget, failed.estimate, known=False)
         return leanest.planned
     planned = leanest.planned
     assert leanest.result.peak is not None

@@ -606,7 +606,8 @@ class CompiledStep:
                 break
             if trial == _TRIALS - 1:
                 if excess > 0:
-                    raise infeasible(self.prepared, self.budget, self.budget + excess)
+                    least, known = self.budget + excess, measured is not None
+                    raise infeasible(self.prepared, self.budget, least, known=known)
                 break
             if corrections:
                 say.line("the run asked for other memory than predicted: planning again")

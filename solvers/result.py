@@ -33,7 +33,8 @@ class InfeasibleBudgetError(ValueError):
       budget: bytes asked for.
       floor: bytes below which it is proven that no schedule exists.
       floor_nodes: names of the nodes whose run needs those bytes.
-      least_budget: least bytes for which a schedule is known.
+      least_budget: least bytes for which a schedule is known, or which may be enough.
+      known: whether it is known.
       proven: whether the budget is below the floor.
       resident: bytes that are held throughout.
     """
@@ -45,11 +46,16 @@ class InfeasibleBudgetError(ValueError):
         floor_nodes: tuple[str, ...],
         least_budget: int,
         resident: int = 0,
+        *,
+        known: bool = True,
+        remark: str = "",
     ) -> None:
+        """The error; ``remark``: what else is to be said."""
         self.budget = budget
         self.floor = floor
         self.floor_nodes = floor_nodes
         self.least_budget = least_budget
+        self.known = known
         self.resident = resident
         self.proven = budget < floor
         names = ", ".join(floor_nodes[:3]) + (", ..." if len(floor_nodes) > 3 else "")
@@ -57,10 +63,11 @@ class InfeasibleBudgetError(ValueError):
         verdict = (
             "cannot be met by any schedule" if self.proven else "was not met by any schedule found"
         )
+        enough = _amount(least_budget)
+        enough = f"the least budget known to work is {enough}" if known else f"{enough} may do"
         super().__init__(
             f"a budget of {_amount(budget)} {verdict}: every schedule needs {_amount(floor)} "
-            f"for {names}, the proven floor{held}, and the least budget known to work is "
-            f"{_amount(least_budget)}"
+            f"for {names}, the proven floor{held}, and {enough}" + (f"; {remark}" if remark else "")
         )
 
 

@@ -431,6 +431,47 @@ answer(
     assert "compiled(...)" in found["message"]
 
 
+def test_a_call_from_a_tf_function_leaves_autograph_nothing_to_convert(tmp_path: Path) -> None:
+    module = tmp_path / "calling.py"  # TensorFlow reads the source
+    module.write_text(
+        "import remat\nimport tensorflow as tf\n\n\n"
+        "@remat.function(budget=\"64MiB\", profile={})\ndef step(x):\n    return tf.reduce_sum(x * x)\n"
+        "\n\n@tf.function\ndef outer(x):\n    return step(x) + step(x)\n"
+    )
+    found = run(
+        f"""
+import logging, sys
+sys.path.insert(0, {str(tmp_path)!r})
+from calling import outer, step
+
+said = []
+tf.get_logger().addFilter(lambda record: said.append(record.getMessage()) or True)
+step(tf.ones((8,)))
+answer(value=float(outer(tf.ones((8,)))), said=said)
+""",
+        COUNTED,
+    )
+    assert found == {"value": 16.0, "said": []}
+
+
+def test_a_refused_partition_says_what_its_parts_count_as() -> None:
+    found = run(
+        """
+def step(x, y):
+    return tf.add_n([tf.reduce_sum(part**2) for part in tf.dynamic_partition(x, y, 4)])
+
+function = remat.function(step, budget="8MiB", profile={})
+try:
+    function.compiled(tf.TensorSpec([4096, 256]), tf.TensorSpec([4096], tf.int32))
+except remat.InfeasibleBudgetError as error:
+    answer(said=str(error), proven=error.proven)
+""",
+        COUNTED,
+    )
+    assert found["proven"]
+    assert found["said"].endswith("and each part of a partition as the whole")
+
+
 def test_python_control_flow_over_tensors(tmp_path: Path) -> None:
     module = tmp_path / "autographed.py"  # TensorFlow reads the source
     module.write_text(
