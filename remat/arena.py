@@ -372,8 +372,7 @@ class Pool:
           OutOfMemoryError: if not even what is held fits.
         """
         assert self.limit is not None
-        arena = self._grown()
-        return self.limit - (arena.reserved if self._grows else arena.in_use)
+        return self.limit - self._start(self._grown())
 
     def arena(self) -> Arena:
         """A model of the pool, with slots laid and constants allocated.
@@ -391,7 +390,7 @@ class Pool:
                 arena.claim(size)
         else:
             arena, slots = self._grown(), self.slots
-            start = arena.reserved if self._grows else sum(map(aligned, self.held))
+            start = self._start(arena)
             arena.claim(_ENDLESS if self.limit is None else self.limit - arena.reserved)
         if self.quiet or self.limit is not None:
             arena.limit = arena.reserved  # there is no more
@@ -412,6 +411,10 @@ class Pool:
     def _grows(self) -> bool:
         """Whether there is not all of it from the start."""
         return self.growth or self.limit is None
+
+    def _start(self, arena: Arena) -> int:
+        """The address of what may be claimed, in the pool before anything is."""
+        return arena.reserved if self._grows else arena.in_use
 
     def _grown(self) -> Arena:
         """The pool before anything is claimed."""

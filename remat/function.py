@@ -138,11 +138,9 @@ class Function:
         """
         if tracing():
             return tf.function(self._step, autograph=self._autograph)(*args, **kwargs)
-        if tf.inside_function():  # whose AutoGraph has nothing to convert here
-            step, tensors = tf.autograph.experimental.do_not_convert(self.find)(args, kwargs)
-            return tf.autograph.experimental.do_not_convert(step)(*tensors)
         step, tensors = self.find(args, kwargs)
-        collectives.check_side_by_side(step.prepared.program, self._name)
+        if not tf.inside_function():
+            collectives.check_side_by_side(step.prepared.program, self._name)
         return step(*tensors)
 
     def traced_for(self, signature: Signature | None, taken_from: Source | None) -> Function:

@@ -131,12 +131,14 @@ def as_run(asked: Requests, seed: int) -> Iterator[Requests]:
     parts: dict[int, list[Tensor]] = {}  # of which each has a share of its own
     for source in sorted({source for follows in asked.varying.values() for source in follows}):
         parts.setdefault(source[0], []).append(source)
+    if not parts:
+        return
     rng = random.Random(seed)
     drawn = [dict.fromkeys(parts, number / _SHARES) for number in range(_SHARES)]
     for share in (number / (4 * _SHARES) for number in range(4 * _SHARES)):
         drawn.append({op: rng.choice((share, 1 - share)) for op in parts})
     drawn += [{op: rng.random() for op in parts} for _ in range(_SHARES)]
-    for shares in drawn if parts else ():
+    for shares in drawn:
         of = {
             source: share
             for op, sources in parts.items()

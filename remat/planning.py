@@ -16,7 +16,7 @@ import io
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -60,9 +60,8 @@ from .trace import Source, Trace, TraceError, trace
 _MARGIN = 0.005
 _UNPLACED_MARGIN = 0.015  # ... and where the allocator chooses the places, ...
 _LEAST_MARGIN = 0.03, 2**19  # ... at least the lower of this share and these bytes
-# Share of the budget that is left to sizes which only a run knows, beside those that were
-# tried: of 24 plans of one step, 5 ran out of memory for some other sizes; of the 12 that
-# leave this, none.
+# Share of the budget that is left to sizes which only a run knows: not all can be tried, and a
+# plan that only just has room for those that were may lack it for others.
 _VARYING_MARGIN = 0.02
 _SHOWN = 4  # kinds of operations that a summary names
 _OVERFULL = 1.01  # times the budget: what is taken to be needed when memory runs out
@@ -466,12 +465,12 @@ def _place(
       events that are too crowded for it (see ``Placement``).
     """
     usage: Usage | None
+    runs: Iterable[Requests] = [asked]
+    room = pool
+    if asked.varying and not pool.quiet:
+        runs, room = as_run(asked, seed), pool.smaller(int(_VARYING_MARGIN * budget))
     try:
-        usage = simulate(asked, pool)
-        if asked.varying and not pool.quiet:
-            left = pool.smaller(int(_VARYING_MARGIN * budget))
-            runs = (simulate(run, left) for run in as_run(asked, seed))
-            usage = max(runs, key=lambda usage: usage.peak)
+        usage = max((simulate(run, room) for run in runs), key=lambda usage: usage.peak)
     except OutOfMemoryError:
         usage = None
     if usage is not None and pool.quiet and not usage.settled:

@@ -335,6 +335,7 @@ class CompiledStep:
                 f"{error.message}\n\nremat's plan when this happened:\n{self.plan.summary()}",
             ) from error
 
+    @tf.autograph.experimental.do_not_convert  # nothing here depends on a tensor's value
     def _inside(self) -> Callable[..., list[tf.Tensor]]:
         """What runs inside another ``tf.function``, which may allocate anything
         beside the step: planned again, without places for tensors.
@@ -801,11 +802,11 @@ class CompiledStep:
         """
         in_use = allocator.bytes_in_use(self.device)
         count = 2 * (budget + spare) + (slots_end(pool.slots) if pool.shared else 0)
-        least, unclaimed, limit = budget - in_use, None, self.device.limit
-        if limit is not None:
-            count = min(count, limit - in_use)
-            if self.device.growth:
-                unclaimed = replace(pool, limit=limit).unclaimed()
+        least, unclaimed = budget - in_use, None
+        if pool.limit is not None:
+            count = min(count, pool.limit - in_use)
+            if pool.growth:
+                unclaimed = pool.unclaimed()
         elif pool.shared:
             least = count
         return allocator.claim(self.device, count, least, unclaimed)

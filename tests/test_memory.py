@@ -430,9 +430,11 @@ def test_sizes_that_only_the_run_knows_are_tried_as_they_may_be() -> None:
     signature = [tf.TensorSpec([64, 256]), tf.TensorSpec([64], tf.int32)]
     _trace, program = read(step, signature)
     names = {index: op.name for index, op in enumerate(program.ops)}
-    asked = requests(program, plain_events(program), {})
-    events = [event.op for event in plain_events(program)]
-    of = {n: names[op] for op, taken in zip(events, asked.taken, strict=True) for n in taken}
+    events = plain_events(program)
+    asked = requests(program, events, {})
+    of = {
+        n: names[event.op] for event, taken in zip(events, asked.taken, strict=True) for n in taken
+    }
     runs = list(as_run(asked, 0))
     assert runs[0] == asked
     seen = set()
