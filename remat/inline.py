@@ -9,6 +9,7 @@ alone first, what it adds is taken away, and only then it runs as a whole.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 from tensorflow.core.framework import graph_pb2, types_pb2
@@ -21,6 +22,7 @@ from .loops import LOOPS
 from .pieces import CALLS, LOWERED, SHAPES, UNINFERABLE, name_of
 
 _MARK = "remat_reads"  # in the names of identities before calls
+_MARKED = re.compile(rf"(?P<path>.*{_MARK}_\d+)")
 _START = "/input_control_node/"  # in the name of what a call's operations wait for
 
 
@@ -144,11 +146,35 @@ def _unmark(nodes: Sequence[NodeDef]) -> list[NodeDef]:
                 reference = sources[name_of(reference)]
             node.input[slot] = reference
         _stop_waiting(node, sources)
+    _rename(kept, sources)
     while idle := {node.name for node in kept if _START in node.name and not node.input}:
         kept = [node for node in kept if node.name not in idle]
         for node in kept:
             _stop_waiting(node, idle)
     return kept
+
+
+def _rename(nodes: Sequence[NodeDef], sources: Mapping[str, str]) -> None:
+    """Names what is named after identities after what these read, as the runtime does.
+
+    Grappler sorts the terms of sums by name, so that their last digits depend on names.
+    """
+
+    def renamed(name: str) -> str:
+        found = _MARKED.match(name)
+        if found is None:
+            return name
+        path = found["path"].split("/")
+        paths = ("/".join(path[start:]) for start in range(len(path)))
+        mark = next(path for path in paths if path in sources)
+        before, after = found["path"].removesuffix(mark), name[found.end() :]
+        return f"{before}{renamed(name_of(sources[mark]))}{after}"
+
+    for node in nodes:
+        node.name = renamed(node.name)
+        for slot, reference in enumerate(node.input):
+            name = name_of(reference)
+            node.input[slot] = reference.replace(name, renamed(name), 1)
 
 
 def _stop_waiting(node: NodeDef, names: Container[str]) -> None:

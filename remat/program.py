@@ -19,6 +19,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.python.framework import op_def_registry, tensor_util
 
+from .device import default_device
 from .loops import LOOPS
 from .open_shapes import largest_shapes
 from .pieces import constant_node
@@ -375,6 +376,7 @@ _FUSED, _FUSED_ADDEND = ("_FusedConv2D", "_MklNativeFusedConv2D", "_FusedMatMul"
 _FORWARDED = {"SoftmaxCrossEntropyWithLogits": 1, "SparseSoftmaxCrossEntropyWithLogits": 1}
 
 # One output, computed element by element from inputs of its shape (or smaller).
+_RESERVED = {("FusedBatchNormV3", 5), ("_FusedBatchNormEx", 5)}
 ELEMENTWISE = frozenset([*_UNARY, *_BINARY, "AddN", "Select", "SelectV2", "Cast"]) - {
     "Softmax", "LogSoftmax", "TensorScatterUpdate", "TensorScatterAdd", "Cumsum"
 }  # fmt: skip
@@ -496,6 +498,8 @@ def build(trace: Trace, *, turns: Mapping[str, int] | None = None, fold: bool = 
         varies = False
         for tensor in operation.outputs:
             shape = _shape(tensor) if folded is None else folded[tensor.value_index].shape
+            if shape is None and (operation.type, tensor.value_index) in _RESERVED:
+                shape = _reserved(operation, shapes[operation.inputs[0].name])
             if shape is None:
                 shape, varies = largest().get(tensor.name), True
                 kind = kind if kind is Kind.ALIAS else Kind.ONCE
@@ -807,6 +811,17 @@ def _kept_by_branches(branches: Sequence[Body]) -> _Kept:
         if sum(kept.bytes.values()) >= sum(most.bytes.values()):
             most = kept
     return most
+
+
+def _reserved(operation: tf.Operation, image: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of what fused batch normalisation leaves for its gradient, which TensorFlow
+    does not state: nothing, or where it contains a ReLU (on a GPU always), a number for every
+    eight elements.  The first run corrects it."""
+    contains = "activation_mode" in operation.node_def.attr and (
+        operation.get_attr("activation_mode") == b"Relu"
+    )
+    leaves = contains or default_device().startswith("GPU")
+    return (-(-math.prod(image) // 8),) if leaves and operation.get_attr("is_training") else (0,)
 
 
 def _hint(operation: tf.Operation) -> str:

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import threading
+import warnings
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -162,6 +163,18 @@ def trace(
         raise TraceError("the step returns no tensor and changes no variable: nothing to plan")
     with source.as_default():  # which knows the functions
         pieces, optimised, shared = _grappler(graph_def, results, [*inputs, *targets], generators)
+    compiled = {
+        node.attr["f"].func.name
+        for node in optimised.node
+        if "_XlaMustCompile" in node.attr and node.attr["_XlaMustCompile"].b
+    }
+    if compiled:
+        warnings.warn(
+            f"XLA compiles {', '.join(sorted(compiled))} (jit_compile=True): it is planned as one "
+            "operation, and the last digits of what it computes may be others than in the plain "
+            "step; leave jit_compile out, and its operations are planned, with the same bits",
+            stacklevel=2,
+        )
     inputs, taking = sources, None
     if taken_from is not None:
         inputs, taking = _hand_over(optimised, *sources)

@@ -269,6 +269,140 @@ answer(hundreds=[float(hundreds.step(x)) for _ in range(3)], other=float(other.s
     assert "has no place for its plans" in found["refused"]
 
 
+_SUMS = """
+exact()
+
+def terms(x, y, turn):
+    return (
+        tf.reduce_mean(x * tf.cast(turn + 1, tf.float32)),
+        tf.reduce_mean(y * tf.cast(turn + 2, tf.float32)),
+    )
+
+def plus(two):
+    return two[0] + two[1]
+
+@tf.function(autograph=False)
+def added(total, x, y):
+    return total + plus(terms(x, y, 1))
+
+def turns(count, turn, total):  # what comes of a sum that each turn adds to
+    return tf.while_loop(
+        lambda number, _: number < count,
+        lambda number, total: (number + 1, turn(number, total)),
+        (0, total),
+    )[1]
+
+def loop(x, y):
+    def turn(number, total):
+        total = turns(2, lambda inner, total: total + plus(terms(x, y, number + inner)), total)
+        return total + plus(terms(y, x, number))
+    return turns(3, turn, 0.0)
+
+def conditional(x, y):
+    (a, b), c = terms(x, y, 1), tf.reduce_max(x)
+    return tf.cond(
+        tf.reduce_sum(x) > 0.0, lambda: c + (a + b), lambda: (a - b) + (c + b)
+    )
+
+def call(x, y):
+    total = turns(3, lambda _, total: added(total, x, y), tf.reduce_max(x))
+    return total + (added(total, y, x) + added(total, x, x))
+
+def gradient(x, y):
+    with tf.GradientTape() as tape:
+        tape.watch([x, y])
+        total = loop(x, y) + call(x, y)
+    return total, tape.gradient(total, [x, y])
+
+rng = np.random.default_rng(0)
+arrays = [(rng.normal(size=(96, 64)), rng.normal(size=96)) for _ in range(40)]
+data = [tuple(tf.constant(array, tf.float32) for array in pair) for pair in arrays]
+"""
+
+
+@pytest.mark.parametrize("step", ["loop", "conditional", "call", "gradient"])
+def test_sums_in_loops_conditionals_and_calls_have_the_plain_order(step: str) -> None:
+    """TensorFlow sorts their terms by name, and names them after what the call reads."""
+    found = run(
+        _SUMS
+        + f"""
+plain = train(tf.function({step}), data)
+ours = train(remat.function({step}, budget="1GiB", profile={{}}, check=False), data)
+answer(same=same(plain, ours), count=len(plain))
+""",
+        _UNCOUNTED,
+    )
+    assert found["same"]
+    assert found["count"] == 40
+
+
+def test_fused_batch_normalisation_is_planned_and_recomputed_exactly() -> None:
+    """TensorFlow does not state the shape of what it leaves for its gradient."""
+    found = run(
+        """
+exact()
+rng = np.random.default_rng(0)
+kernels = [tf.Variable(rng.normal(size=(3, 3, a, 16)) * 0.1, dtype=tf.float32)
+           for a in (3, 16, 16, 16, 16)]
+scales, offsets = ([tf.Variable(value(16)) for _ in kernels] for value in (tf.ones, tf.zeros))
+variables = [*kernels, *scales, *offsets]
+
+def step(h):
+    with tf.GradientTape() as tape:
+        for kernel, scale, offset in zip(kernels, scales, offsets):
+            h = tf.nn.conv2d(h, kernel, 1, "SAME")
+            h = tf.compat.v1.nn.fused_batch_norm(h, scale, offset, is_training=True)[0]
+            h = tf.nn.relu(h)
+        loss = tf.reduce_mean(h ** 4)
+    for variable, gradient in zip(variables, tape.gradient(loss, variables)):
+        variable.assign_sub(0.1 * gradient)
+    return loss
+
+start = [v.numpy() for v in variables]
+data = [(tf.constant(rng.normal(size=(4, 48, 48, 3)), tf.float32),)] * 3
+def trained(step):
+    for variable, value in zip(variables, start):
+        variable.assign(value)
+    return [train(step, data), [v.numpy() for v in variables]]
+
+ours = remat.function(step, budget=0.7, profile={}, check=False)
+answer(same=same(trained(tf.function(step)), trained(ours)),
+       recomputed=len(ours.plan.schedule) - len(set(ours.plan.schedule)))
+""",
+        _UNCOUNTED,
+    )
+    assert found["same"]
+    assert found["recomputed"] > 0
+
+
+def test_what_xla_compiles_is_named() -> None:
+    found = run(
+        """
+import warnings
+w = tf.Variable(tf.eye(8))
+
+@tf.function(jit_compile=True)
+def inner(x):
+    return tf.reduce_mean(tf.tanh(x @ w))
+
+def step(x):
+    with tf.GradientTape() as tape:
+        loss = inner(x)
+    w.assign_sub(tape.gradient(loss, w))
+    return loss
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    ours = remat.function(step, budget="1GiB", profile={}, check=False)
+    loss = float(ours(tf.ones((4, 8))))
+answer(loss=loss, said=[str(warning.message) for warning in caught])
+""",
+        _UNCOUNTED,
+    )
+    assert found["loss"] == pytest.approx(0.7616, abs=1e-3)
+    assert any("jit_compile" in said and "inner" in said for said in found["said"])
+
+
 @pytest.mark.parametrize("kind", ["singular", "division", "endless", "nothing"])
 def test_steps_that_cannot_run_on_zeros(kind: str) -> None:
     found = run(
