@@ -59,12 +59,14 @@ class Pricer:
       table: its measured rows.
       given: seconds by signature text or op type, which come before all else.
       reasons: why operations without a row were not measured, by signature text.
+      least_workspace: bytes that some of these are known to need at least, by signature text.
     """
 
     device: DeviceSpec
     table: Table = field(default_factory=Table)
     given: Mapping[str, float] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
+    least_workspace: Mapping[str, int] = field(default_factory=dict)
 
     def price(self, signature: OpSignature) -> Price:
         """The price of one run."""
@@ -108,7 +110,8 @@ class Pricer:
         if row is not None and row.workspace_bytes is not None:
             return row.workspace_bytes
         share = self._workspace_shares.get(signature.op, 0.0)
-        return math.ceil(share * (signature.input_bytes + signature.output_bytes))
+        likely = math.ceil(share * (signature.input_bytes + signature.output_bytes))
+        return max(likely, self.least_workspace.get(signature.text, 0))
 
     def _neighbours(self, signature: OpSignature) -> list[Row]:
         """The rows of the same operation at the sizes nearest to this one.
@@ -364,23 +367,23 @@ def load_pricer(
             'a profile is "auto", the name of a device, a CSV table or seconds by operation, '
             f"not {profile!r}"
         )
-    path = Path(profile)
-    if path.suffix == ".csv" or path.is_file():
+    name, path = os.fspath(profile), Path(profile)
+    if name and path.is_dir():
+        raise TableError(f"{path} is a folder; give a CSV table in it")
+    if path.suffix == ".csv" or path.is_file() or len(path.parts) > 1:
         if not path.is_file():
             raise TableError(f"{path}: there is no such table")
         table = load_table(path)
         return Pricer(_spec_of_table(table, path), table)
     recorded = {found.stem: found for found in sorted(_RECORDED.glob("*.csv"))}
     try:
-        spec = find_device(os.fspath(profile))
+        spec = find_device(name)
     except UnknownDeviceError as error:
-        if path.is_dir():
-            raise TableError(f"{path} is a folder; give a CSV table in it") from None
-        if profile not in recorded:
+        if name not in recorded:
             named = f"; recorded: {', '.join(recorded)}" if recorded else ""
             raise UnknownDeviceError(f"{error}{named}") from None
-        table = load_table(recorded[profile])
-        return Pricer(_spec_of_table(table, recorded[profile]), table)
+        table = load_table(recorded[name])
+        return Pricer(_spec_of_table(table, recorded[name]), table)
     table = load_table(recorded[spec.name]) if spec.name in recorded else Table()
     return Pricer(spec, table)
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,6 +54,9 @@ _SHARES = (0.4, 0.6, 0.8, 0.9, 0.97)
 # and as if the pool had grown to exactly its limit.
 _UNSURE = 0.03, 2**26
 _TIGHT = 1.02  # times the budget: a limit up to this leaves the pool no room
+_LACKING = re.compile(
+    r"OOM when allocating tensor with shape\[(?P<shape>[\d,]*)\] and type (?P<type>\w+)"
+)
 _GPU_SHARE = 0.92  # of a GPU's memory that TensorFlow takes at most, by default
 
 
@@ -91,6 +96,15 @@ def bytes_in_use(device: Device) -> int:
 def peak_bytes(device: Device) -> int:
     """Most bytes in use since ``reset_peak``."""
     return int(tf.config.experimental.get_memory_info(device.name)["peak"])
+
+
+def lacking_bytes(error: Exception) -> int:
+    """Bytes of the tensor that there was no room for; 0 if the error says nothing of it."""
+    found = _LACKING.search(str(error))
+    if not isinstance(error, tf.errors.ResourceExhaustedError) or found is None:
+        return 0
+    sizes = [int(size) for size in found["shape"].split(",") if size]
+    return math.prod(sizes) * tf.as_dtype(found["type"]).size
 
 
 @functools.cache

@@ -124,6 +124,37 @@ def _held_while_calling(
     return most
 
 
+def _lacked(
+    program: Program,
+    events: Sequence[Event],
+    asked: Requests,
+    workspace: Mapping[int, int],
+    measured: Mapping[str, Counter[int]],
+    last: int,
+    lacking: int,
+) -> dict[int, int]:
+    """Scratch memory of the operation that a run without enough memory ended in, at least.
+
+    That is the last one that allocated something, or the next: if one of them was still to
+    ask for as much as there was no room for, its scratch memory is as large as expected.
+    """
+    computing = [
+        at
+        for at in range(last, len(events))
+        if program.ops[events[at].op].kind in (Kind.PURE, Kind.ONCE)
+    ]
+    for at in computing[:2]:
+        expected = Counter(asked.sizes[number] for number in asked.taken[at])
+        if (expected - measured[node_name(program, events[at])])[lacking]:
+            return {}
+    index = events[last].op
+    if calls(program.ops[index].type):
+        return {}
+    scratch = sum(measured[node_name(program, events[last])].elements()) + lacking
+    scratch -= sum(program.ops[index].bytes)
+    return {index: scratch} if scratch > workspace.get(index, 0) else {}
+
+
 def compare(
     program: Program,
     events: Sequence[Event],
@@ -131,6 +162,7 @@ def compare(
     workspace: Mapping[int, int],
     recorded: Sequence[Allocation],
     before: Corrections,
+    lacking: int = 0,
 ) -> Corrections:
     """Compares what each event was expected to allocate with what it did.
 
@@ -143,6 +175,7 @@ def compare(
       before: what earlier runs have corrected.  Scratch memory may depend on how many
         threads were free: the most ever asked for counts.  Of a type whose operations
         do both, none is believed to take over a buffer.
+      lacking: if the run ended for want of memory, bytes of what there was no room for.
     """
     names = [node_name(program, event) for event in events]
     measured = requested_by_op(recorded)
@@ -186,6 +219,8 @@ def compare(
             scratch = max(0, sum(found.elements()) - outputs)
             if scratch > known or (scratch < known and event.op not in before.workspace):
                 found_workspace[event.op] = scratch
+    if lacking >= GRAIN:
+        found_workspace |= _lacked(program, events, asked, workspace, measured, reached, lacking)
     certain = {
         kind: found.pop()
         for kind, found in takes_over.items()

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import tensorflow as tf
 
+from .allocator import lacking_bytes
 from .bench import Bench, Timing, check_measurable
 from .device import default_device, device_provenance, table_path
 from .profiles import roofline
@@ -38,11 +40,14 @@ class Measurement:
     Attributes:
       rows: one a measured operation.
       reasons: why each other one has no row, by signature text.
+      least_workspace: bytes of scratch memory of some of these, at least, by signature text:
+        what they asked for when there was no room for it.
       interrupted: True if Ctrl-C ended it early; ``rows`` holds what was done.
     """
 
     rows: tuple[Row, ...]
     reasons: Mapping[str, str]
+    least_workspace: Mapping[str, int] = field(default_factory=dict)
     interrupted: bool = False
 
 
@@ -68,7 +73,8 @@ def measure_operations(
       device: for instance "GPU:0"; the first GPU, else the CPU, by default.
       known: signature texts that have a row already and are left out.
       path: table that rows are appended to every few seconds and at the end,
-        so that little is lost whatever happens.
+        so that little is lost whatever happens; where it cannot be written, a warning
+        says so, and rows are only returned.
       share: part of the work to measure.  What makes up the rest (a rough
         estimate from FLOPs and bytes) is many different small operations,
         which other rows price well enough.
@@ -88,6 +94,7 @@ def measure_operations(
     wanted, reasons = _worth_measuring(signatures, share, least_bytes)
     wanted = [signature for signature in wanted if signature.text not in known]
     rows: list[Row] = []
+    least_workspace: dict[str, int] = {}
     pending: list[Timing] = []
     saved_at = started
     interrupted = False
@@ -95,9 +102,18 @@ def measure_operations(
     bench = Bench(device)
 
     def save() -> None:
+        nonlocal path
         added = [_row(timing, provenance) for timing in bench.with_exact_workspace(pending)]
         if path is not None and added:
-            append_rows(path, added)
+            try:
+                append_rows(path, added)
+            except OSError as error:
+                warnings.warn(
+                    f"what is measured is not recorded, and will be measured again: {path} cannot "
+                    f"be written ({error.strerror}); have REMAT_CACHE name a folder that can",
+                    stacklevel=2,
+                )
+                path = None
         rows.extend(added)
         pending.clear()
 
@@ -112,13 +128,16 @@ def measure_operations(
                 pending.append(bench.measure_undisturbed(signature, spread, seconds_each))
             except (UnmeasurableError, tf.errors.OpError) as error:
                 reasons[signature.text] = str(error).split("\n", 1)[0]
+                lacking = lacking_bytes(error)
+                if lacking not in {0, *(tensor.bytes for tensor in signature.outputs)}:
+                    least_workspace[signature.text] = lacking
             if time.monotonic() - saved_at > _SAVE_SECONDS:
                 save()
                 saved_at = time.monotonic()
     except KeyboardInterrupt:
         interrupted = True
     save()
-    return Measurement(tuple(rows), reasons, interrupted)
+    return Measurement(tuple(rows), reasons, least_workspace, interrupted)
 
 
 def measured_pricer(
@@ -144,6 +163,7 @@ def measured_pricer(
     started = time.monotonic()
     pricer = Pricer(spec, _table(device))
     reasons: dict[str, str] = {}
+    least_workspace: dict[str, int] = {}
 
     def measure(wanted: Iterable[OpSignature], share: float) -> None:
         nonlocal pricer
@@ -159,8 +179,9 @@ def measured_pricer(
         if measurement.interrupted:
             raise KeyboardInterrupt
         reasons.update(measurement.reasons)
+        least_workspace.update(measurement.least_workspace)
         if measurement.rows:
-            pricer = Pricer(spec, load_table(path))
+            pricer = Pricer(spec, pricer.table.merged(measurement.rows))
 
     # Seconds can be told from other rows; scratch memory cannot, and a step that takes
     # more than was known does not fit.  So first the largest of each type that has no
@@ -177,7 +198,7 @@ def measured_pricer(
         share=1.0,
     )
     measure(signatures, share=0.98)
-    return replace(pricer, reasons=reasons)
+    return replace(pricer, reasons=reasons, least_workspace=least_workspace)
 
 
 def recorded_pricer(device: str | None = None) -> Pricer:

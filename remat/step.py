@@ -46,9 +46,8 @@ from .progress import ProgressLine
 from .search import find_leanest, make_plan, refusal
 from .solvers import InfeasibleBudgetError, Result, Status
 from .solvers.budget import format_bytes, is_share
-from .timeline import Allocation
 from .trace import Source, Trace
-from .trial import SETTLING, draws, is_reversible, run_on_zeros, why_not, zeros
+from .trial import SETTLING, Trial, draws, is_reversible, run_on_zeros, why_not, zeros
 from .unfed import Unfed, unfed
 from .variables import move_what_moves, own_buffers, variables_of, variables_put_back
 
@@ -491,14 +490,15 @@ class CompiledStep:
                 self.planned = leanest.planned
                 self._run = self._lower()
                 try:
-                    measured, recorded = self._trial()
+                    trial = self._trial()
                 except tf.errors.OpError as error:
                     say.line(f"not measured: it fails on zeros ({type(error).__name__})")
                     break
                 finally:
                     self._give_up_lowered()
+                measured = trial.peak
                 within = measured is not None and measured <= self.budget
-                if corrections := self._compare(recorded):
+                if corrections := self._compare(trial):
                     self.prepared = corrected(self.prepared, corrections)
                     leanest = find_leanest(self.prepared, self.budget, seed=seed)
                 elif measured is not None:
@@ -588,24 +588,25 @@ class CompiledStep:
         """
         if not self._testable(say):
             return
-        for trial in range(_TRIALS):
+        for number in range(_TRIALS):
             # What a run takes varies where the allocator chooses the places.
             slack = 0 if self.prepared.pool.quiet else int(_UNPLACED_SLACK * self.budget)
             say.line("measuring one step")
             try:
-                measured, recorded = self._trial()
+                trial = self._trial()
             except tf.errors.OpError as error:  # a division by zero, a singular matrix
                 reason = type(error).__name__
                 say.line(f"not measured before the first step: it fails on zeros ({reason})")
                 break
+            measured = trial.peak
             if measured is not None:
                 self.measured_peak = measured
-            corrections = self._compare(recorded)
+            corrections = self._compare(trial)
             # Out of memory does not say by how much: try 5 %.
             excess = self.budget // 20 if measured is None else measured - self.budget
             if not corrections and excess <= -slack:
                 break
-            if trial == _TRIALS - 1:
+            if number == _TRIALS - 1:
                 if excess > 0:
                     least, known = self.budget + excess, measured is not None
                     raise infeasible(self.prepared, self.budget, least, known=known)
@@ -620,7 +621,7 @@ class CompiledStep:
                     if self._laid is not None:
                         self._lay_again(lambda: None)
                         continue
-            elif self._laid is not None and trial == _PLACED_TRIALS - 1:
+            elif self._laid is not None and number == _PLACED_TRIALS - 1:
                 # The divided piece is a small one among holes, which others take.
                 say.line("what has no place takes too much: planning again without places")
                 self._divide(None)
@@ -649,9 +650,8 @@ class CompiledStep:
             say.line(f"not measured before the first step: {why}")
         return why is None
 
-    def _trial(self) -> tuple[int | None, list[Allocation]]:
-        """The peak of the step on zeros, in bytes, or None if memory ran out; and what its
-        first run allocated."""
+    def _trial(self) -> Trial:
+        """Runs the step on zeros, as it is planned now."""
         program = self.prepared.program
         # Almost no step draws so that running it moves more than its variables.
         moves = kernel_handles(self._generators) or draws(program)
@@ -660,12 +660,14 @@ class CompiledStep:
             step, self._settled, program, self.device, self.budget, runs=self._settling
         )
 
-    def _compare(self, recorded: Sequence[Allocation]) -> Corrections:
+    def _compare(self, trial: Trial) -> Corrections:
         """What a recorded run says about the model of the step's memory."""
         program, events = self.prepared.program, self.planned.events
         workspace = self.prepared.prices.workspace
         asked = requests(program, events, workspace)
-        found = compare(program, events, asked, workspace, recorded, self._corrected)
+        found = compare(
+            program, events, asked, workspace, trial.recorded, self._corrected, trial.lacking
+        )
         self._corrected = self._corrected.followed_by(found)
         return found
 

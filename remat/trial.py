@@ -4,16 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import tensorflow as tf
 
 from . import allocator
-from .allocator import Device
+from .allocator import Device, lacking_bytes
 from .generators import ASKING, Generators, keeps_state, kernel_handles
 from .loops import LOOPS
 from .program import ON_VARIABLES, Kind, Program, has_effects
 from .timeline import Allocation, record
 from .variables import variables_put_back
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What runs on zeros took.
+
+    Attributes:
+      peak: bytes, or None if memory ran out.
+      recorded: what the first run allocated.
+      lacking: if memory ran out in that run, bytes of what there was no room for; 0 if nothing
+        says so.
+    """
+
+    peak: int | None
+    recorded: list[Allocation]
+    lacking: int = 0
+
 
 # Steps until batch and results lie where they do for every other step.
 SETTLING = 2
@@ -66,7 +84,7 @@ def run_on_zeros(
     budget: int,
     *,
     runs: int,
-) -> tuple[int | None, list[Allocation]]:
+) -> Trial:
     """Runs a lowered step as in a training loop (the last results are held during the
     next run), until it has settled or takes more than its budget.
 
@@ -80,9 +98,6 @@ def run_on_zeros(
       budget: bytes.
       runs: after which it has settled.
 
-    Returns:
-      The peak, in bytes, or None if memory ran out; and what the first run allocated.
-
     Raises:
       tf.errors.OpError: what it fails with on zeros: a division, a singular matrix.
     """
@@ -91,13 +106,15 @@ def run_on_zeros(
     results: list[tf.Tensor] | None = []
     inputs: list[tf.Tensor] = []
 
+    lacking = 0
+
     def run() -> None:
-        nonlocal results
+        nonlocal results, lacking
         try:
             with settled():
                 results = step(*inputs)
-        except tf.errors.ResourceExhaustedError:
-            results = None
+        except tf.errors.ResourceExhaustedError as error:
+            results, lacking = None, lacking_bytes(error)
 
     with variables_put_back(program):
         for number in range(runs):
@@ -108,11 +125,11 @@ def run_on_zeros(
             else:
                 run()
             if results is None:
-                return None, recorded
+                return Trial(None, recorded, lacking if number == 0 else 0)
             peak = max(peak, allocator.peak_bytes(device))
             if number >= SETTLING - 1 and peak > budget:
                 break
-    return peak, recorded
+    return Trial(peak, recorded)
 
 
 def _types(program: Program) -> set[str]:
