@@ -62,22 +62,15 @@ def find_device(name: str) -> DeviceSpec:
     """
     words = set(_words(name))
     for spec in DEVICES:
-        others = {*_SLICE, *_OTHER_PRODUCTS.get(spec.name, ())}
-        if words.issuperset(_words(spec.name)) and words.isdisjoint(others):
+        own = {*_words(spec.name), *([f"{spec.memory // 10**9}gb"] if spec.memory else [])}
+        if words.issuperset(_words(spec.name)) and all(map(_SAYS_NOTHING.fullmatch, words - own)):
             return spec
     known = ", ".join(spec.name for spec in DEVICES)
     raise UnknownDeviceError(f"no specification of a device {name!r}; known are {known}")
 
 
-_SLICE = ("mig",)
-_OTHER_PRODUCTS: Mapping[str, tuple[str, ...]] = {
-    "v100-16gb": ("pcie",),
-    "v100-32gb": ("pcie",),
-    "rtx-4090": ("laptop", "max", "d"),
-    "h100": ("pcie", "nvl"),
-    "h200": ("nvl",),
-}
-"""Words that make a name another product's, by far slower or larger."""
+_SAYS_NOTHING = re.compile(r"nvidia|tesla|geforce|gpu|sxm\d*|hbm\d*e?")
+"""Words beside a product's own; any other may make a name another product's, or a slice's."""
 
 
 def _words(name: str) -> list[str]:
@@ -178,6 +171,17 @@ DEVICES: tuple[DeviceSpec, ...] = (
         bandwidth=2039,
         gigabytes=80,
         source=_A100,
+    ),
+    _gpu(
+        "a100-80gb-pcie",
+        float64=9.7,
+        float32=19.5,
+        tensor32=156,
+        tensor16=312,
+        tensor64=19.5,
+        bandwidth=1935,
+        gigabytes=80,
+        source="NVIDIA A100 datasheet (2021), PCIe",
     ),
     _gpu(
         "l4",

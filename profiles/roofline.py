@@ -14,6 +14,7 @@ that what a device needs for them is learnt from its measured rows
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
@@ -78,6 +79,7 @@ NO_CORRECTION = Correction({})
 _LEAST_ROWS = 3  # rows behind a scale ...
 _LEAST_ROWS_OF_EXPONENT = 8  # ... and behind an exponent other than 1
 _MOST_ROWS = 60  # that an exponent is fitted to
+_MOST_KEPT = 2**16  # operations whose work is kept once it was counted
 
 
 def seconds(
@@ -134,6 +136,7 @@ def _curve(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return statistics.median(y - exponent * x for x, y in points), exponent
 
 
+@functools.lru_cache(_MOST_KEPT)
 def work(signature: OpSignature) -> Work:
     """FLOPs and bytes of one run, from the shapes alone.
 
@@ -202,8 +205,11 @@ def _fill(signature: OpSignature) -> Work:
 
 
 def _gather(signature: OpSignature) -> Work:
-    """Reads the rows that the indices name, and the indices."""
-    return Work("gather", 0, 2 * signature.output_bytes + signature.inputs[1].bytes)
+    """Reads the rows that the indices name (none twice), and the indices."""
+    table, indices = signature.inputs[:2]
+    read = signature.output_bytes if table.dtype == "resource" else table.bytes
+    moved = min(read, signature.output_bytes) + signature.output_bytes + indices.bytes
+    return Work("gather", 0, moved)
 
 
 def _sparse_segments(signature: OpSignature) -> Work:
@@ -226,8 +232,10 @@ def _scatter(signature: OpSignature) -> Work:
 
 
 def _scatter_variable(signature: OpSignature) -> Work:
-    """Adds rows into a variable: only the named rows of it are read and written."""
+    """Adds rows into a variable, or writes them: only the named rows of it are touched."""
     _, indices, rows = signature.inputs[:3]
+    if signature.op.endswith("Update"):
+        return Work("gather", 0, 2 * rows.bytes + indices.bytes)
     return Work("gather", rows.elements, 3 * rows.bytes + indices.bytes)
 
 
@@ -259,6 +267,7 @@ _PER_ELEMENT: Mapping[str, int] = {
     "MulNoNan": 2,
     "DivNoNan": 2,
     "ClipByValue": 2,
+    "_MklSwish": 2,
     "Cast": 0,
 }
 _FUNCTIONS = frozenset(
@@ -268,6 +277,7 @@ _FUNCTIONS = frozenset(
     | {"InvGrad", "Ndtri", "Polygamma", "ReciprocalGrad", "Xdivy", "Xlog1py", "Xlogy", "Zeta"}
     | {"Digamma", "Softplus", "Elu", "Selu", "Softsign", "SoftplusGrad", "Inv", "Reciprocal"}
     | {"RealDiv", "Div", "DivNoNan", "SigmoidGrad", "TanhGrad", "RsqrtGrad", "SqrtGrad"}
+    | {"_MklSwish"}
 )
 
 
@@ -436,11 +446,16 @@ def _taps(
         elif explicit:
             before = explicit[2 * axis]
         total *= sum(
-            0 <= output * stride - before + tap * dilation < size
-            for output in range(outputs)
+            _multiples(before - tap * dilation, size + before - tap * dilation, stride, outputs)
             for tap in range(window)
         )
     return total
+
+
+def _multiples(start: int, stop: int, step: int, count: int) -> int:
+    """How many of the first ``count`` multiples of a step, from 0 on, are in a range."""
+    first, end = (min(max(-(-bound // step), 0), count) for bound in (start, stop))
+    return max(end - first, 0)
 
 
 def _convolution(
@@ -552,26 +567,39 @@ def _matmul(signature: OpSignature) -> Work:
 
 
 def _einsum(signature: OpSignature) -> Work:
-    """Two FLOPs for each combination of all labels, where two operands meet."""
-    equation = signature.attr("equation").replace(" ", "")
+    """Two FLOPs for each combination of all labels, where two operands meet; before, each is
+    summed over the labels that nothing else has (TensorFlow's ``einsum_op_impl.h``)."""
+    left, _, right = signature.attr("equation").replace(" ", "").partition("->")
     sizes: dict[str, int] = {}
     broadcast: list[int] = []  # the dimensions of "...", from the last one on
-    for labels, tensor in zip(equation.split("->")[0].split(","), signature.inputs, strict=True):
+    operands: list[tuple[set[str], int]] = []  # labels, and the elements of "..."
+    for labels, tensor in zip(left.split(","), signature.inputs, strict=True):
         head, ellipsis, tail = labels.partition("...")
         shape = tensor.shape
         sizes.update(zip(head, shape, strict=False))
         if tail:
             sizes.update(zip(tail, shape[-len(tail) :], strict=True))
-        if ellipsis:
-            middle = shape[len(head) : len(shape) - len(tail)]
-            pairs = itertools.zip_longest(broadcast, reversed(middle), fillvalue=1)
-            broadcast = [b if a == 1 else a for a, b in pairs]
-    combinations = math.prod(broadcast) * math.prod(sizes.values())
-    if len(signature.inputs) == 1:
-        flops = max(combinations - signature.outputs[0].elements, 0)
-        return Work("reduction" if flops else "movement", flops, _all_bytes(signature))
-    flops = _multiply_add(signature) * combinations
-    return Work("matrix product", flops, _all_bytes(signature), matrix=True)
+        middle = shape[len(head) : len(shape) - len(tail)] if ellipsis else ()
+        pairs = itertools.zip_longest(broadcast, reversed(middle), fillvalue=1)
+        broadcast = [b if a == 1 else a for a, b in pairs]
+        operands.append(({*head, *tail}, math.prod(middle)))
+
+    def combinations(labels: Iterable[str]) -> int:
+        return math.prod(sizes[label] for label in labels)
+
+    if len(operands) == 1:
+        flops = combinations(sizes) * math.prod(broadcast) - signature.outputs[0].elements
+        return Work("reduction" if flops > 0 else "movement", max(flops, 0), _all_bytes(signature))
+    (one, in_one), (other, in_other) = operands
+    sums = 0
+    for mine, beside, elements in ((one, other, in_one), (other, one, in_other)):
+        kept = mine & (beside | set(right))
+        sums += elements * (combinations(mine) - combinations(kept))
+    meeting = combinations((one & other) | ((one | other) & set(right))) * math.prod(broadcast)
+    each = _multiply_add(signature)
+    if one & other <= set(right):  # nothing to add up
+        each = 6 if each > 2 else 1
+    return Work("matrix product", sums + each * meeting, _all_bytes(signature), matrix=True)
 
 
 def _recurrence(signature: OpSignature) -> Work:
@@ -600,13 +628,25 @@ def _factorisation(signature: OpSignature) -> Work:
 
 
 def _fourier(signature: OpSignature) -> Work:
-    """5 n log2 n for n complex numbers, half of that where one side is real."""
+    """5 n log2 n for n complex numbers, half of that where one side is real.
+
+    Of that side as much is read as the length says, which is an input of its own.
+    """
     axes = int(signature.op[-2]) if signature.op.endswith("D") else 1
     real = "RFFT" in signature.op
     side = signature.inputs[0] if signature.op.startswith("RFFT") else signature.outputs[0]
-    length = math.prod(side.shape[-axes:])
-    flops = 5 * side.elements * math.log2(max(length, 1)) / (2 if real else 1)
-    return Work("transform", int(flops), _all_bytes(signature))
+    lengths = side.shape[-axes:]
+    moved = _all_bytes(signature)
+    if real and signature.inputs[1].value is not None:
+        lengths = tuple(int(length) for length in signature.inputs[1].value)
+        if signature.op.startswith("RFFT"):
+            read = math.prod(map(min, zip(lengths, side.shape[-axes:], strict=True)))
+            unread = math.prod(side.shape[-axes:]) - read
+            moved -= unread * math.prod(side.shape[:-axes]) * dtype_bytes(side.dtype)
+    length = math.prod(lengths)
+    elements = math.prod(side.shape[:-axes]) * length
+    flops = 5 * elements * math.log2(max(length, 1)) / (2 if real else 1)
+    return Work("transform", int(flops), moved)
 
 
 # --- Resampling ----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import functools
 import math
 import os
 import re
+import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -33,6 +34,9 @@ except ImportError:  # there are no such locks on Windows, nor is there TensorFl
 
 _MOST_BYTES = 2**50
 _SHORTEST, _LONGEST = 1e-12, 1e6  # seconds of an operation, on any device
+# FLOP/s that no device reaches, and FLOPs of an operation from which on that is looked at: what
+# computes hardly anything may be faster than the clock tells.
+_MOST_FLOPS, _FLOPS = 1e17, 10**7
 _CONTRADICTS = 2.0  # between two rows of an operation, beyond ...
 _LAUNCH = 1e-5  # ... what they spread and the seconds of a launch, which is never the same
 _MOST_NAMED = 3  # contradictions in one warning
@@ -96,8 +100,9 @@ class Row:
             raise TableError(f"seconds is {self.seconds}, which no operation takes")
         if max(self.signature.input_bytes, self.signature.output_bytes) > _MOST_BYTES:
             raise TableError("the signature has more bytes than a device could hold")
-        if not self.device:
-            raise TableError("device is empty; it says what a row was measured on")
+        for name in ("device", "driver", "tensorflow", "date", "clock"):
+            if not getattr(self, name):
+                raise TableError(f"{name} is empty; it says how a row was measured")
         if self.repeats < 1:
             raise TableError(f"repeats is {self.repeats}; a measurement has at least 1")
         if self.output_bytes != self.signature.output_bytes:
@@ -186,12 +191,17 @@ def _parsed(path: str, identity: tuple[int, ...]) -> tuple[Table, tuple[str, ...
 
     try:
         frame = pd.read_csv(
-            path, dtype=str, keep_default_na=False, encoding="utf-8", compression=None
+            path,
+            dtype=str,
+            keep_default_na=False,
+            encoding="utf-8",
+            compression=None,
+            skip_blank_lines=False,  # rows are numbered as lines are
         )
     except (UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
         raise TableError(
-            f"{path}: not a CSV table of costs, or one that is damaged ({error}); record it again "
-            "(remat profile), or give another one"
+            f"{path}: not a CSV table of costs, or one that is damaged ({error}); move it away and "
+            "record it again (remat profile), or give another one"
         ) from None
     missing = [column for column in COLUMNS if column not in frame.columns]
     if missing:
@@ -205,6 +215,8 @@ def _parsed(path: str, identity: tuple[int, ...]) -> tuple[Table, tuple[str, ...
         raise TableError(f"{path}: has more than one column {', '.join(map(repr, repeated))}")
     rows = {}
     for line, values in enumerate(frame.to_dict("records"), start=2):
+        if not any(values.values()):
+            continue  # a blank line
         try:
             rows[f"row {line}"] = _row(values)
         except (SignatureError, TableError) as error:
@@ -293,12 +305,16 @@ def to_frame(table: Table) -> pd.DataFrame:
 def cache_path(device: str, driver: str, tensorflow: str) -> Path:
     """The user's own table for a device and what runs on it.
 
-    ``$REMAT_CACHE``, else ``$XDG_CACHE_HOME/remat``, else ``~/.cache/remat``.
+    ``$REMAT_CACHE``, else ``$XDG_CACHE_HOME/remat``, else ``~/.cache/remat``; without a home,
+    in the folder for temporary files.
     """
     folder = os.environ.get("REMAT_CACHE")
     if not folder:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = str(Path(base) / "remat")
+        base = os.environ.get("XDG_CACHE_HOME")
+        try:
+            folder = str(Path(base or Path.home() / ".cache") / "remat")
+        except RuntimeError:  # a user of whom the system knows nothing, as in a container
+            folder = str(Path(tempfile.gettempdir()) / "remat")
     name = re.sub(r"[^a-z0-9.]+", "-", f"{device} {driver} tf {tensorflow}".lower()).strip("-")
     return Path(folder) / f"{name}.csv"
 
@@ -307,11 +323,16 @@ def _row(values: Mapping[str, Any]) -> Row:
     signature = OpSignature.from_text(values["signature"])
     if values["op"] != signature.op:
         raise TableError(f"op is {values['op']!r}, but the signature is of {signature.op!r}")
-    roofline.work(signature)  # or prices of others that are told from it would fail
+    seconds = _number(values, "seconds")
+    flops = roofline.work(signature).flops
+    if flops > _FLOPS and seconds < flops / _MOST_FLOPS:
+        raise TableError(
+            f"seconds is {seconds} for an operation of {flops:.3g} FLOPs; no device is so fast"
+        )
     workspace = values["workspace_bytes"]
     return Row(
         signature=signature,
-        seconds=_number(values, "seconds"),
+        seconds=seconds,
         spread=_number(values, "spread"),
         repeats=_whole(values, "repeats"),
         output_bytes=_whole(values, "output_bytes"),
@@ -322,16 +343,23 @@ def _row(values: Mapping[str, Any]) -> Row:
 
 def _number(values: Mapping[str, Any], name: str) -> float:
     try:
-        return float(values[name])
+        return float(_figure(values[name]))
     except ValueError:
         raise TableError(f"{name} is {values[name]!r}, not a number") from None
 
 
 def _whole(values: Mapping[str, Any], name: str) -> int:
     try:
-        return int(values[name])
+        return int(_figure(values[name]))
     except ValueError:
         raise TableError(f"{name} is {values[name]!r}, not a whole number") from None
+
+
+def _figure(text: str) -> str:
+    """A number's text; Python reads more as numbers than other programs do."""
+    if "_" in text or not text.isascii():
+        raise ValueError(text)
+    return text
 
 
 def _contradictions(rows: Iterable[tuple[str, Row]]) -> Iterator[str]:

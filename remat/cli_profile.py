@@ -98,6 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
             )
     if arguments.output is not None:
         check_writable(arguments.output)
+    if here:
+        _check_cache(table_path(default_device()))
     if not 0 < arguments.time_limit < float("inf"):
         raise ValueError(f"--time-limit {arguments.time_limit}: seconds above 0")
     if min(arguments.batch_size) < 1:
@@ -145,11 +147,28 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_cache(table: Path) -> None:
+    """Fails early where what is measured could not be recorded."""
+    from .solvers.files import check_writable
+
+    try:
+        table.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(table)
+    except OSError as error:
+        raise OSError(
+            f"what is measured could not be recorded in {table} ({error.strerror or error}); have "
+            "REMAT_CACHE name a folder that can be written"
+        ) from None
+
+
 def _shape(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(size) for size in text.split(","))
+        sizes = tuple(int(size) for size in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not whole numbers with commas") from None
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: every size must be 1 or more")
+    return sizes
 
 
 def _show_progress(done: int, total: int, following: OpSignature) -> None:
@@ -179,6 +198,8 @@ def _model(name: str, shape: tuple[int, ...] | None) -> keras.Model:
             raise ValueError(
                 f"{name!r} is neither a model of keras.applications nor MODULE:FUNCTION"
             )
+        if shape is not None and len(shape) != 3:
+            raise ValueError(f"{name} takes images: --shape ROWS,COLUMNS,CHANNELS")
         model = make(weights=None, input_shape=shape)
     if not isinstance(model, keras.Model):
         raise ValueError(f"{name} made a {type(model).__name__}, not a Keras model")

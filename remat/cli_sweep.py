@@ -197,6 +197,7 @@ def _jobs(arguments: argparse.Namespace) -> list[Job]:
     Raises:
       ValueError: if a part of it is not valid.
     """
+    from .profiles.price import load_pricer
     from .solvers.solving import load_method
     from .sweep import SavedGraph, TracedModel, grid
 
@@ -206,6 +207,8 @@ def _jobs(arguments: argparse.Namespace) -> list[Job]:
         raise ValueError("--models needs the shape of one input: --input 224,224,3")
     if min(arguments.batches) < 1:
         raise ValueError("--batches must be 1 or more")
+    if arguments.models and arguments.profile != "auto":
+        load_pricer(arguments.profile)  # says what is wrong with it once, and not in every job
     for model in arguments.models:
         if model.endswith(".keras"):
             raise ValueError(f"{model}: trace a saved model with remat trace; sweep its graph")

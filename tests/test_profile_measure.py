@@ -447,6 +447,41 @@ def test_a_damaged_table_in_the_cache_is_named(tmp_path: Path, monkeypatch: pyte
         profile.measured_pricer([relu(512, 512)], device="CPU:0")
 
 
+def test_where_nothing_can_be_recorded_costs_are_measured_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="not recorded.*REMAT_CACHE"):
+        pricer = profile.measured_pricer([relu(512, 512)], device="CPU:0")
+    assert pricer.price(relu(512, 512)).kind == "measured"
+    # Where recording is what was asked for, it fails before it measures.
+    assert main(["profile", f"{__name__}:tiny"]) == 2
+    assert "REMAT_CACHE" in capsys.readouterr().err
+
+
+def test_what_had_no_room_is_known_to_need_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+
+    def without_room(self: object, signature: OpSignature, *_: object) -> None:
+        raise tf.errors.ResourceExhaustedError(
+            None, None, "OOM when allocating tensor with shape[6,4096,288] and type float on CPU:0"
+        )
+
+    monkeypatch.setattr(profile.Bench, "measure_undisturbed", without_room)
+    spec = profile.find_device("t4")
+    monkeypatch.setattr(profile, "spec_at_hand", lambda _: spec)
+    pricer = profile.measured_pricer([relu(512, 512)], device="CPU:0")
+    price = pricer.price(relu(512, 512))
+    assert price.workspace == 6 * 4096 * 288 * 4
+    assert price.kind == "roofline"
+
+
+def test_a_shape_that_no_image_has_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert main(["profile", "MobileNetV2", "--shape", "96", "--profile", "h200"]) == 2
+    assert "ROWS,COLUMNS,CHANNELS" in capsys.readouterr().err
+
+
 def test_the_cpu_at_hand_has_a_sane_specification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     spec = profile.measure_device("CPU:0")

@@ -147,6 +147,30 @@ COUNTED = {
         signature("RFFT", [(F32, (3, 1024)), ("int32", (1,))], [("complex64", (3, 513))]),
         3 * 5 * 1024 * 10 // 2,
     ),
+    "as many as fft_length says": (
+        signature("RFFT", [(F32, (4, 256)), ("int32", (1,), (64,))], [("complex64", (4, 33))]),
+        4 * 5 * 64 * 6 // 2,
+    ),
+    "a label that one operand alone has is summed before": (
+        signature(
+            "Einsum", [(F32, (11, 50, 7)), (F32, (7, 13))], [(F32, (11, 13))],
+            equation="abc,cd->ad",
+        ),
+        11 * 49 * 7 + 2 * 11 * 7 * 13,
+    ),
+    "a product an element where nothing is added up": (
+        signature("Einsum", [(F32, (5,)), (F32, (6,))], [(F32, (5, 6))], equation="i,j->ij"), 30,
+    ),
+    "a window as long as a second of sound, at once": (
+        signature(
+            "Conv2D", [(F32, (4, 1, 160000, 1)), (F32, (1, 1024, 1, 16))],
+            [(F32, (4, 1, 160000, 16))], strides="1,1,1,1", padding="SAME",
+        ),
+        2 * 4 * 16 * (160000 * 1024 - 511 * 512 // 2 - 512 * 513 // 2),
+    ),
+    "a product and a function an element": (
+        signature("_MklSwish", [(F32, (8,))], [(F32, (8,))]), 16,
+    ),
     "n^3 / 3": (
         signature("Cholesky", [(F32, (2, 30, 30))], [(F32, (2, 30, 30))]), 2 * 9000,
     ),
@@ -243,6 +267,9 @@ class TestTable:
             ("seconds", "nan", "seconds is nan"),
             ("seconds", "inf", "seconds is inf"),
             ("seconds", "", "seconds is ''"),
+            ("seconds", "1_0", "seconds is '1_0'"),
+            ("seconds", "\uff11", "seconds is '\uff11'"),
+            ("tensorflow", "", "tensorflow is empty"),
             ("spread", "fast", "spread is 'fast'"),
             ("repeats", "0", "repeats is 0"),
             ("workspace_bytes", "-4", "workspace_bytes is -4"),
@@ -284,6 +311,23 @@ class TestTable:
         path = tmp_path / "t.csv"
         save_table(Table((row(relu(4)), row(of))), path)
         with pytest.raises(TableError, match=f"row 3: not what {of.op} takes"):
+            load_table(path)
+
+    @pytest.mark.parametrize("seconds", [0.0, 1e-12])
+    def test_what_no_device_can_do_is_refused_with_its_row(self, tmp_path: Path, seconds: float):
+        path = tmp_path / "t.csv"
+        save_table(Table((row(relu(4)), row(matmul(1024, 1024, 1024), seconds))), path)
+        with pytest.raises(TableError, match=r"row 3: .*no device is so fast"):
+            load_table(path)
+
+    def test_rows_are_numbered_as_the_file_s_lines_are(self, tmp_path: Path):
+        path = tmp_path / "t.csv"
+        save_table(Table((row(relu(4)), row(relu(5)))), path)
+        header, first, second = path.read_text().splitlines()
+        path.write_text("\n".join([header, first, "", "", second, ""]))
+        assert len(load_table(path)) == 2
+        path.write_text("\n".join([header, first, "", "", second.replace("0.01", "much")]))
+        with pytest.raises(TableError, match="row 5: spread is 'much'"):
             load_table(path)
 
     def test_a_column_that_is_there_twice_is_refused(self, tmp_path: Path):
@@ -431,7 +475,7 @@ class TestDevices:
             ("Tesla V100-SXM2-32GB", "v100-32gb"),
             ("Tesla T4", "t4"),
             ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-            ("NVIDIA A100 80GB PCIe", "a100-80gb"),
+            ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
             ("NVIDIA L4", "l4"),
             ("NVIDIA GeForce RTX 4090", "rtx-4090"),
             ("NVIDIA H100 80GB HBM3", "h100"),
@@ -456,6 +500,13 @@ class TestDevices:
             "NVIDIA GeForce RTX 4090 D",
             "Tesla V100-PCIE-16GB",
             "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+            "GRID T4-16Q",
+            "NVIDIA L4-2Q",
+            "NVIDIA H100-1-10C",
+            "Tesla V100-FHHL-16GB",
+            "not-t4",
+            "h100 h200",
+            "h200.json",
         ],
     )
     def test_an_unknown_device_lists_the_known(self, name: str):
@@ -675,6 +726,19 @@ class TestFlops:
             [(F32, (8, 64))],
         )
         assert roofline.work(embedding).bytes == 2 * 8 * 64 * 4 + 8 * 8
+        small = signature(
+            "GatherV2",
+            [(F32, (10, 32)), ("int32", (100000,)), ("int32", (), (0,))],
+            [(F32, (100000, 32))],
+        )
+        assert roofline.work(small).bytes == 4 * (10 * 32 + 100000 * 32 + 100000)
+        written = signature(
+            "ResourceScatterUpdate",
+            [("resource", (900, 32)), ("int32", (160,)), (F32, (160, 32))],
+            [],
+        )
+        assert roofline.work(written).flops == 0
+        assert roofline.work(written).bytes == 4 * (2 * 160 * 32 + 160)
         pooled = signature(
             "SparseSegmentMean",
             [(F32, (10000, 64)), ("int32", (8,)), ("int32", (8,))],
@@ -884,6 +948,14 @@ class TestProfileArgument:
             price.load_pricer(tmp_path / "none.csv")
         with pytest.raises(TableError, match="is a folder"):
             price.load_pricer(tmp_path)
+        for path in ("tables/h200", "/data/V100-16GB/costs.parquet"):
+            with pytest.raises(TableError, match="no such table"):
+                price.load_pricer(path)
+        with pytest.raises(UnknownDeviceError, match="h200"):
+            price.load_pricer("")
+        (tmp_path / "folder.csv").mkdir()
+        with pytest.raises(TableError, match="is a folder"):
+            price.load_pricer(tmp_path / "folder.csv")
         with pytest.raises(TypeError, match="not 3"):
             price.load_pricer(3)  # type: ignore[arg-type]
         save_table(Table(), tmp_path / "empty.csv")
