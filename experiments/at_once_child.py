@@ -8,11 +8,14 @@ from __future__ import annotations
 import heapq
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import remat
+from remat.arena import aligned
 from remat.lower import as_function, build_graph
-from remat.memory import Event
+from remat.memory import Event, Requests, requests
 from remat.program import Kind, Program
 
 from .at_once import WORKERS
@@ -60,6 +63,36 @@ def at_once(task: Task) -> dict[str, Any]:
         for way, each in timed.items()
     }
     return {"plain_seconds": statistics.median(base), **ratios}
+
+
+def own_chunks(task: Task) -> dict[str, Any]:
+    """Bytes that a schedule holds at its peak, and what they are where each tensor has a
+    chunk of its own size; at the least budget known to work, if the task's does not."""
+    assert task.share is not None
+    training = Training(CASES[task.model])
+    try:
+        step = training.compiled(task.share).compiled
+    except remat.InfeasibleBudgetError as error:
+        step = training.compiled(error.least_budget).compiled
+    prepared = step.prepared
+    asked = requests(prepared.program, step.planned.events, prepared.prices.workspace)
+    resident = prepared.extraction.graph.resident
+    return {
+        "budget": step.budget,
+        "held": max(asked.timeline(resident)),
+        "own_chunks": resident + _own_chunks(asked),
+    }
+
+
+def _own_chunks(asked: Requests) -> int:
+    """Bytes of as many chunks of each size as are held at once."""
+    held: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    for taken, given in zip(asked.taken, asked.given, strict=True):
+        held.update(aligned(asked.sizes[number]) for number in taken)
+        most |= held
+        held.subtract(aligned(asked.sizes[number]) for number in given)
+    return sum(size * count for size, count in most.items())
 
 
 def _ordered(
@@ -169,4 +202,4 @@ def _stages(needs: Mapping[int, set[int]], seconds: Mapping[int, float]) -> list
 
 
 if __name__ == "__main__":
-    serve({"at_once": at_once}, sys.argv[1:])
+    serve({"at_once": at_once, "own_chunks": own_chunks}, sys.argv[1:])

@@ -71,7 +71,7 @@ class Training:
         self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
         return predictions, loss
 
-    def compiled(self, budget: int, plan: str | None = None, **options: Any) -> remat.Step:
+    def compiled(self, budget: int | float, plan: str | None = None, **options: Any) -> remat.Step:
         """The same step by remat; the options are those of ``remat.compile``."""
         return remat.compile(
             self.model,
