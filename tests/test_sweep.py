@@ -104,6 +104,10 @@ def test_a_job_that_takes_too_much_is_a_row_that_says_so(graphs: Path, tmp_path:
         ({"--store": "{graphs}/chain6.json"}, "is not a store of remat sweep"),
         ({"--models": "ResNet50"}, "--models needs the shape"),
         ({"--models": "ResNet50", "--input": "x"}, "--models needs the shape"),
+        (
+            {"--models": "ResNet50", "--input": "32,32,3", "--profile": "not-t4"},
+            "no specification of a device 'not-t4'",
+        ),
         ({"--batches": "0"}, "--batches must be 1 or more"),
         ({"--csv": "{graphs}/s.sqlite"}, "is the store or a graph"),
         ({"--csv": "{graphs}/chain6.json"}, "is the store or a graph"),
