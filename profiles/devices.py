@@ -62,8 +62,9 @@ def find_device(name: str) -> DeviceSpec:
     """
     words = set(_words(name))
     for spec in DEVICES:
-        own = {*_words(spec.name), *([f"{spec.memory // 10**9}gb"] if spec.memory else [])}
-        if words.issuperset(_words(spec.name)) and all(map(_SAYS_NOTHING.fullmatch, words - own)):
+        own = _words(spec.name)
+        more = words - {*own, *_SAME_FIGURES.get(spec.name, ())}
+        if words.issuperset(own) and all(map(_SAYS_NOTHING.fullmatch, more)):
             return spec
     known = ", ".join(spec.name for spec in DEVICES)
     raise UnknownDeviceError(f"no specification of a device {name!r}; known are {known}")
@@ -71,6 +72,12 @@ def find_device(name: str) -> DeviceSpec:
 
 _SAYS_NOTHING = re.compile(r"nvidia|tesla|geforce|gpu|sxm\d*|hbm\d*e?")
 """Words beside a product's own; any other may make a name another product's, or a slice's."""
+_SAME_FIGURES: Mapping[str, tuple[str, ...]] = {
+    "a100-40gb": ("pcie",),
+    "h100": ("80gb",),
+    "h200": ("141gb",),
+}
+"""Words that drivers add for what has the figures that are listed."""
 
 
 def _words(name: str) -> list[str]:

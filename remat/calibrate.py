@@ -148,7 +148,7 @@ def _lacked(
         if (expected - measured[node_name(program, events[at])])[lacking]:
             return {}
     index = events[last].op
-    if calls(program.ops[index].type):
+    if last not in computing or calls(program.ops[index].type):
         return {}
     scratch = sum(measured[node_name(program, events[last])].elements()) + lacking
     scratch -= sum(program.ops[index].bytes)

@@ -98,12 +98,12 @@ def run(arguments: argparse.Namespace) -> int:
             )
     if arguments.output is not None:
         check_writable(arguments.output)
-    if here:
-        _check_cache(table_path(default_device()))
     if not 0 < arguments.time_limit < float("inf"):
         raise ValueError(f"--time-limit {arguments.time_limit}: seconds above 0")
     if min(arguments.batch_size) < 1:
         raise ValueError(f"the batch size must be 1 or more, not {min(arguments.batch_size)}")
+    if here:
+        _check_cache(table_path(default_device()))
     for name in arguments.models:
         for batch_size in arguments.batch_size:
             model = _model(name, arguments.shape)

@@ -13,7 +13,6 @@ import inspect
 import itertools
 import threading
 import types
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import tensorflow as tf
 
 from . import collectives
 from .generators import Generators
+from .notices import warn
 from .options import Options
 from .planning import StepPlan
 from .solvers import InfeasibleBudgetError, PlanError
@@ -313,25 +313,23 @@ class Function:
                 if not (share and self.steps) or attempt == _ATTEMPTS:
                     raise
                 at_least = error.least_budget
-                warnings.warn(
+                warn(
                     f"{self._name}: {self._options.budget!r} of the plain peak is not enough for "
                     f"another shape of batch, beside what is held by now: {error}; planning "
                     f"within {format_bytes(at_least)}",
                     RuntimeWarning,
-                    stacklevel=5,
                 )
 
     def _warn_of_generators(self, step: CompiledStep) -> None:
         """Says where plans for two shapes of one trace do not draw as that would."""
         if draws(step.prepared.program):
-            warnings.warn(
+            warn(
                 f"{self._name} is planned for batches of two shapes, and draws numbers in a "
                 "function that is called as it is, or on a GPU in another way than uniform or "
                 "normal: each plan has a generator of its own there; the plain step has one for "
                 "both, so they are not the plain step's; keras.random with a SeedGenerator is "
                 "exact",
                 RuntimeWarning,
-                stacklevel=4,
             )
 
     def _filled(self, args: Sequence[Any]) -> list[Any]:

@@ -14,7 +14,6 @@ import functools
 import hashlib
 import io
 import os
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -41,6 +40,7 @@ from .memory import (
     requests,
     simulate,
 )
+from .notices import warn
 from .onednn import merge_bias_gradients
 from .placement import place
 from .price import Prices, Profile, price
@@ -182,11 +182,10 @@ def read(
         try:
             return traced, _program(traced)
         except TraceError as error:  # a loop, say, has lost a shape
-            warnings.warn(
+            warn(
                 "the step is planned as traced for its batch alone; plain TensorFlow traces it for "
                 f"batches of any size, and may differ in the last digits: {error}",
                 RuntimeWarning,
-                stacklevel=2,
             )
     traced = make()
     return traced, _program(traced)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from tensorflow.python.framework import op_def_registry
 
 from .bodies import Inside, held_inside, inside
 from .conditionals import CONDITIONALS
+from .notices import warn
 from .profile import measured_pricer, recorded_pricer
 from .profiles.price import Coverage, Price, Pricer, coverage, load_pricer
 from .profiles.signature import OpSignature, TensorType
@@ -167,21 +167,19 @@ def _total(parts: Iterable[tuple[OpSignature, Price]]) -> float:
 def _warn_of_unused(signatures: Iterable[OpSignature], given: Mapping[str, float]) -> None:
     unused = given.keys() - {name for each in signatures for name in (each.op, each.text)}
     if unused:
-        warnings.warn(
+        warn(
             f"the step has no operation {', '.join(sorted(unused))} that profile={{...}} has a "
             "price for (TensorFlow may have fused it into another)",
-            stacklevel=2,
         )
 
 
 def _warn_of_unknown(steps: Iterable[_Signed], price: Callable[[OpSignature], Price]) -> None:
     types = sorted({type for step in steps for type in _unknown(step, price)})
     if types:
-        warnings.warn(
+        warn(
             f"nothing says before the step runs how long these take: {', '.join(types)}. A loop "
             "is priced as one turn of it, others by the bytes that they move; profile={...} "
             "takes the seconds of an operation's type",
-            stacklevel=2,
         )
 
 

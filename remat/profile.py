@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ import tensorflow as tf
 from .allocator import lacking_bytes
 from .bench import Bench, Timing, check_measurable
 from .device import default_device, device_provenance, table_path
+from .notices import warn
 from .profiles import roofline
 from .profiles.devices import DeviceSpec, UnknownDeviceError, find_device
 from .profiles.price import Pricer, spec_of_rows
@@ -108,10 +108,9 @@ def measure_operations(
             try:
                 append_rows(path, added)
             except OSError as error:
-                warnings.warn(
+                warn(
                     f"what is measured is not recorded, and will be measured again: {path} cannot "
                     f"be written ({error.strerror}); have REMAT_CACHE name a folder that can",
-                    stacklevel=2,
                 )
                 path = None
         rows.extend(added)

@@ -375,8 +375,9 @@ _FUSED, _FUSED_ADDEND = ("_FusedConv2D", "_MklNativeFusedConv2D", "_FusedMatMul"
 # ... and for which output, if that is not the first: the gradient, beside the loss.
 _FORWARDED = {"SoftmaxCrossEntropyWithLogits": 1, "SparseSoftmaxCrossEntropyWithLogits": 1}
 
-# One output, computed element by element from inputs of its shape (or smaller).
+# Outputs that a kernel leaves for the gradient's, by type and number.
 _RESERVED = {("FusedBatchNormV3", 5), ("_FusedBatchNormEx", 5)}
+# One output, computed element by element from inputs of its shape (or smaller).
 ELEMENTWISE = frozenset([*_UNARY, *_BINARY, "AddN", "Select", "SelectV2", "Cast"]) - {
     "Softmax", "LogSoftmax", "TensorScatterUpdate", "TensorScatterAdd", "Cumsum"
 }  # fmt: skip

@@ -6,7 +6,6 @@ import gc
 import logging
 import threading
 import time
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from .lower import held_constants, lower
 from .measure import measure
 from .measured import Measured
 from .memory import requests
+from .notices import warn
 from .options import Options, bytes_of
 from .planning import (
     Planned,
@@ -364,22 +364,20 @@ class CompiledStep:
         if self._warned or peak <= max(before, self.budget):
             return
         self._warned = True
-        warnings.warn(
+        warn(
             f"the step took {format_bytes(peak)}, above its budget of "
             f"{format_bytes(self.budget)}: something was allocated since it was planned (data, "
             "results that are kept); compile again to have it planned beside that",
             RuntimeWarning,
-            stacklevel=3,
         )
 
     def _over_budget(self) -> None:
         """A real step took more than the budget: says so, and tightens the plan."""
         assert self.measured_peak is not None
-        warnings.warn(
+        warn(
             f"the step took {format_bytes(self.measured_peak)}, above its budget of "
             f"{format_bytes(self.budget)}; planning again with a lower target",
             RuntimeWarning,
-            stacklevel=3,
         )
         ceiling = self.plan.peak - (self.measured_peak - self.budget) - self.budget // 200
         ceiling = max(ceiling, 1)
@@ -387,10 +385,9 @@ class CompiledStep:
             with ProgressLine(False) as say:
                 self.planned = self._solve(ceiling, say, self.plan.schedule)
         except InfeasibleBudgetError as error:
-            warnings.warn(
+            warn(
                 f"the plan stays as it is, and a larger budget is what helps: {error}",
                 RuntimeWarning,
-                stacklevel=3,
             )
             self._calls, self._warned = self._settling, True  # it would be the same again
             return
@@ -699,13 +696,12 @@ class CompiledStep:
         """Has the step run by a new plan from now on."""
         self._run = self._lower()
         if self._ran and draws(self.prepared.program):
-            warnings.warn(
+            warn(
                 "the step is planned anew, and what it draws in a function that is called as it "
                 "is, or on a GPU in another way than uniform or normal, comes from generators "
                 "that start anew with the plan: from here on these numbers are not the plain "
                 "step's; keras.random with a SeedGenerator is exact",
                 RuntimeWarning,
-                stacklevel=4,
             )
 
     @contextmanager
@@ -762,11 +758,10 @@ class CompiledStep:
         if often and not (tight and self._warned_often):
             self._warned_often = True
             how = "each time" if tight else "without places for tensors"
-            warnings.warn(
+            warn(
                 "memory is allocated beside the step again and again (an input pipeline that "
                 f"prefetches, results that are kept): planning {how}",
                 RuntimeWarning,
-                stacklevel=4,
             )
         try:
             if tight or not often:
@@ -782,11 +777,10 @@ class CompiledStep:
             finally:
                 self._lower_again()
         except InfeasibleBudgetError as error:
-            warnings.warn(
+            warn(
                 f"beside what was allocated since the step was planned there is no plan within "
                 f"its budget, so the old one stays: {error}",
                 RuntimeWarning,
-                stacklevel=4,
             )
 
     def _unplace(self) -> None:

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import itertools
 import threading
-import warnings
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +36,7 @@ from .allocator import UNWRITTEN
 from .executor import ONE_BY_ONE, execution_order
 from .generators import Generators, is_draw, shapes_drawn, share
 from .native import name_fused_convolutions
+from .notices import warn
 from .pieces import CALLS, SHAPES, UnknownFormError, name_of
 
 _ARGUMENT, _RESULT = "_Arg", "_Retval"  # operations of a function's graph
@@ -169,11 +169,10 @@ def trace(
         if "_XlaMustCompile" in node.attr and node.attr["_XlaMustCompile"].b
     }
     if compiled:
-        warnings.warn(
+        warn(
             f"XLA compiles {', '.join(sorted(compiled))} (jit_compile=True): it is planned as one "
             "operation, and the last digits of what it computes may be others than in the plain "
             "step; leave jit_compile out, and its operations are planned, with the same bits",
-            stacklevel=2,
         )
     inputs, taking = sources, None
     if taken_from is not None:

@@ -6,7 +6,6 @@ import functools
 import itertools
 import operator
 import types
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,6 +18,7 @@ import tensorflow as tf
 from .allocator import device_at_hand
 from .compile import require_tensorflow
 from .function import Function, Signature
+from .notices import warn
 from .options import Options
 from .planning import StepPlan
 from .replicas import ReplicatedStep
@@ -167,11 +167,9 @@ class _Budgeted(keras.Model):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As the model's own; ``jit_compile=True`` is for evaluation and prediction only."""
         if kwargs.get("jit_compile") is True:
-            warnings.warn(
+            warn(
                 "jit_compile=True: training inside a budget does not use XLA, which would merge "
                 "recomputations again; evaluate and predict use it",
-                UserWarning,
-                stacklevel=2,
             )
         super().compile(*args, **kwargs)
 

@@ -475,6 +475,7 @@ class TestDevices:
             ("Tesla V100-SXM2-32GB", "v100-32gb"),
             ("Tesla T4", "t4"),
             ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+            ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
             ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
             ("NVIDIA L4", "l4"),
             ("NVIDIA GeForce RTX 4090", "rtx-4090"),
