@@ -21,6 +21,8 @@ from .memory import Event, Requests, scratch_requests
 from .program import Kind, Op, Program, calls
 from .timeline import Allocation
 
+_SOON = 20  # operations, among which is what comes after those that take over buffers
+
 
 @dataclass(frozen=True)
 class Corrections:
@@ -135,24 +137,27 @@ def _lacked(
 ) -> dict[int, int]:
     """Scratch memory of the operation that a run without enough memory ended in, at least.
 
-    That is the last one that allocated something, or the next: if one of them was still to
-    ask for as much as there was no room for, its scratch memory is as large as expected.
+    That is the last one that allocated something or one of those that follow, which may have
+    taken over buffers: the first of a type that has scratch memory, unless one of them was
+    still to ask for as much as there was no room for.
     """
     computing = [
         at
         for at in range(last, len(events))
         if program.ops[events[at].op].kind in (Kind.PURE, Kind.ONCE)
-    ]
-    for at in computing[:2]:
+    ][:_SOON]
+    for at in computing:
         expected = Counter(asked.sizes[number] for number in asked.taken[at])
         if (expected - measured[node_name(program, events[at])])[lacking]:
             return {}
-    index = events[last].op
-    if last not in computing or calls(program.ops[index].type):
-        return {}
-    scratch = sum(measured[node_name(program, events[last])].elements()) + lacking
-    scratch -= sum(program.ops[index].bytes)
-    return {index: scratch} if scratch > workspace.get(index, 0) else {}
+    types = {program.ops[index].type for index, count in workspace.items() if count}
+    for at in computing:
+        op = program.ops[events[at].op]
+        if op.type in types and not calls(op.type):
+            found = sum(measured[node_name(program, events[at])].elements())
+            scratch = max(found - sum(op.bytes), 0) + lacking
+            return {events[at].op: scratch} if scratch > workspace.get(events[at].op, 0) else {}
+    return {}
 
 
 def compare(
