@@ -1,6 +1,6 @@
 """What does it cost to run one operation at a time, and what would give it back?
 
-    python -m experiments.at_once                  twelve minutes on 2 cores
+    python -m experiments.at_once                  half an hour at most on 2 cores
     python -m experiments.at_once --models ViT --turns 9
 
 A schedule is an order, and the lowered step runs its operations in that order, one

@@ -7,6 +7,7 @@ The CPU at hand has no entry: ``remat.profile.measure_device`` measures it.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -123,6 +124,10 @@ _T4 = "NVIDIA T4 datasheet (2019); float64 is 1/32 of float32 (Turing white pape
 _L4 = "NVIDIA L4 datasheet (2023), half of the figures with sparsity; float64 is 1/64 of float32"
 _4090 = "NVIDIA Ada GPU architecture white paper (2022), 16-bit with float32 accumulation"
 
+_a100 = functools.partial(
+    _gpu, float64=9.7, float32=19.5, tensor32=156, tensor16=312, tensor64=19.5
+)
+
 DEVICES: tuple[DeviceSpec, ...] = (
     _gpu(
         "v100-16gb",
@@ -157,35 +162,10 @@ DEVICES: tuple[DeviceSpec, ...] = (
         gigabytes=16,
         source=_T4,
     ),
-    _gpu(
-        "a100-40gb",
-        float64=9.7,
-        float32=19.5,
-        tensor32=156,
-        tensor16=312,
-        tensor64=19.5,
-        bandwidth=1555,
-        gigabytes=40,
-        source=_A100,
-    ),
-    _gpu(
-        "a100-80gb",
-        float64=9.7,
-        float32=19.5,
-        tensor32=156,
-        tensor16=312,
-        tensor64=19.5,
-        bandwidth=2039,
-        gigabytes=80,
-        source=_A100,
-    ),
-    _gpu(
+    _a100("a100-40gb", bandwidth=1555, gigabytes=40, source=_A100),
+    _a100("a100-80gb", bandwidth=2039, gigabytes=80, source=_A100),
+    _a100(
         "a100-80gb-pcie",
-        float64=9.7,
-        float32=19.5,
-        tensor32=156,
-        tensor16=312,
-        tensor64=19.5,
         bandwidth=1935,
         gigabytes=80,
         source="NVIDIA A100 datasheet (2021), PCIe",

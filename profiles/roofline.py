@@ -454,8 +454,7 @@ def _taps(
 
 def _multiples(start: int, stop: int, step: int, count: int) -> int:
     """How many of the first ``count`` multiples of a step, from 0 on, are in a range."""
-    first, end = (min(max(-(-bound // step), 0), count) for bound in (start, stop))
-    return max(end - first, 0)
+    return len(range(max(-(-start // step), 0), min(-(-stop // step), count)))
 
 
 def _convolution(

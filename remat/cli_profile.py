@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .cli_trace import application, shape_of
+
 if TYPE_CHECKING:
     import keras
 
@@ -57,7 +59,6 @@ def register(commands: Any) -> None:
     )
     parser.add_argument(
         "--shape",
-        type=_shape,
         metavar="N,N,...",
         help="of one sample, where the model leaves it open (for keras.applications: its input)",
     )
@@ -102,12 +103,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--time-limit {arguments.time_limit}: seconds above 0")
     if min(arguments.batch_size) < 1:
         raise ValueError(f"the batch size must be 1 or more, not {min(arguments.batch_size)}")
+    shape = None if arguments.shape is None else shape_of(arguments.shape, "--shape")
     if here:
         _check_cache(table_path(default_device()))
     for name in arguments.models:
         for batch_size in arguments.batch_size:
-            model = _model(name, arguments.shape)
-            function, specs = _training_step(model, batch_size, arguments.shape)
+            model = _model(name, shape)
+            function, specs = _training_step(model, batch_size, shape)
             _, program = read(function, specs)
             started = time.monotonic()
             (prices,) = price(
@@ -161,16 +163,6 @@ def _check_cache(table: Path) -> None:
         ) from None
 
 
-def _shape(text: str) -> tuple[int, ...]:
-    try:
-        sizes = tuple(int(size) for size in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not whole numbers with commas") from None
-    if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: every size must be 1 or more")
-    return sizes
-
-
 def _show_progress(done: int, total: int, following: OpSignature) -> None:
     if sys.stderr.isatty():
         print(f"\r{done + 1:5} of {total}  {following.op:40.40}", end="", file=sys.stderr)
@@ -179,7 +171,6 @@ def _show_progress(done: int, total: int, following: OpSignature) -> None:
 def _model(name: str, shape: tuple[int, ...] | None) -> keras.Model:
     import keras
 
-    make: Any
     module_name, colon, function_name = name.partition(":")
     if colon:
         try:
@@ -193,14 +184,11 @@ def _model(name: str, shape: tuple[int, ...] | None) -> keras.Model:
             raise ValueError(f"{name} takes arguments; give a function that takes none")
         model = make()
     else:
-        make = getattr(keras.applications, name.removeprefix("keras.applications."), None)
-        if not inspect.isfunction(make):
+        model = application(name, shape)
+        if model is None:
             raise ValueError(
                 f"{name!r} is neither a model of keras.applications nor MODULE:FUNCTION"
             )
-        if shape is not None and len(shape) != 3:
-            raise ValueError(f"{name} takes images: --shape ROWS,COLUMNS,CHANNELS")
-        model = make(weights=None, input_shape=shape)
     if not isinstance(model, keras.Model):
         raise ValueError(f"{name} made a {type(model).__name__}, not a Keras model")
     return model

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import keras
 
 _DESCRIPTION = """\
 Trace one training step of a Keras model, price its operations and write the
@@ -64,8 +68,8 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs ``remat trace``; returns the exit status."""
-    inputs = _shape(arguments.input, "--input")
-    labels = (inputs[0],) if arguments.label is None else _shape(arguments.label, "--label")
+    inputs = shape_of(arguments.input, "--input")
+    labels = (inputs[0],) if arguments.label is None else shape_of(arguments.label, "--label")
     if not arguments.output.parent.is_dir():
         raise ValueError(f"{arguments.output.parent} is not a folder; make it first")
 
@@ -111,13 +115,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _shape(text: str, option: str) -> tuple[int, ...]:
+def shape_of(text: str, option: str) -> tuple[int, ...]:
+    """The shape that an option gives.
+
+    Raises:
+      ValueError: if it is none.
+    """
     try:
         shape = tuple(int(part) for part in text.split(","))
     except ValueError:
         shape = ()
     if not shape or min(shape) < 1:
-        raise ValueError(f"{option} {text!r} is not a shape; write it as in 16,224,224,3")
+        raise ValueError(f"{option} {text!r} is not a shape: whole numbers above 0, with commas")
     return shape
 
 
@@ -138,11 +147,26 @@ def _model(name: str, shape: tuple[int, ...]) -> Any:
         if not Path(name).is_file():
             raise ValueError(f"there is no file {name}")
         return keras.models.load_model(name, compile=False, safe_mode=True)
-    short = name.removeprefix("keras.applications.")
-    make = getattr(keras.applications, short, None)
-    if not callable(make):
+    model = application(name, shape[1:])
+    if model is None:
         raise ValueError(
             f"{name!r} is neither a .keras file nor a model of keras.applications "
             "(ResNet50, MobileNetV2, ...)"
         )
-    return make(weights=None, input_shape=shape[1:])
+    return model
+
+
+def application(name: str, shape: tuple[int, ...] | None) -> keras.Model | None:
+    """One of Keras's own architectures with new weights; None if none goes by that name.
+
+    Raises:
+      ValueError: if the shape of its input is given, and is not an image's.
+    """
+    import keras
+
+    make = getattr(keras.applications, name.removeprefix("keras.applications."), None)
+    if not inspect.isfunction(make):
+        return None
+    if shape is not None and len(shape) != 3:
+        raise ValueError(f"{name} takes images, each of ROWS,COLUMNS,CHANNELS, and not of {shape}")
+    return make(weights=None, input_shape=shape)

@@ -16,6 +16,16 @@ from .program import ON_VARIABLES, Kind, Program, has_effects
 from .timeline import Allocation, record
 from .variables import variables_put_back
 
+# Steps until batch and results lie where they do for every other step.
+SETTLING = 2
+# Stateful operations whose effects a trial run can undo: it puts variables back, and
+# a fresh lowering resets random states.
+_REVERSIBLE = (
+    *(*ON_VARIABLES, "While", "If", "Case", "StatefulPartitionedCall", "TensorList"),
+    *("Assert", "CheckNumerics"),  # where they fail on zeros, so does the run
+    *ASKING,  # of generators; other queues and iterators have handles that are not
+)
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -31,17 +41,6 @@ class Trial:
     peak: int | None
     recorded: list[Allocation]
     lacking: int = 0
-
-
-# Steps until batch and results lie where they do for every other step.
-SETTLING = 2
-# Stateful operations whose effects a trial run can undo: it puts variables back, and
-# a fresh lowering resets random states.
-_REVERSIBLE = (
-    *(*ON_VARIABLES, "While", "If", "Case", "StatefulPartitionedCall", "TensorList"),
-    *("Assert", "CheckNumerics"),  # where they fail on zeros, so does the run
-    *ASKING,  # of generators; other queues and iterators have handles that are not
-)
 
 
 def why_not(program: Program, generators: Generators) -> str | None:
@@ -105,7 +104,6 @@ def run_on_zeros(
     recorded: list[Allocation] = []
     results: list[tf.Tensor] | None = []
     inputs: list[tf.Tensor] = []
-
     lacking = 0
 
     def run() -> None:
