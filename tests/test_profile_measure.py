@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import keras
@@ -180,6 +182,33 @@ def test_every_kind_of_operation_is_measured_and_nothing_else_stops_it():
     assert set(found.reasons) == {each.text for each in UNMEASURABLE.values()}
     for reason, each in UNMEASURABLE.items():
         assert reason in found.reasons[each.text]
+
+
+def test_what_disturbed_an_operation_for_a_moment_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    undisturbed = profile.Bench.measure_undisturbed
+    measured: list[str] = []
+
+    def disturbed_at_first(self, signature, *arguments):
+        timing = undisturbed(self, signature, *arguments)
+        measured.append(signature.text)
+        if measured.count(signature.text) > 1:
+            return timing
+        time.sleep(slept)
+        return replace(timing, seconds=timing.seconds + 100, spread=0.9)
+
+    monkeypatch.setattr(profile.Bench, "measure_undisturbed", disturbed_at_first)
+    wanted, slept = [relu(512, 512), relu(256, 512)], 0.0
+    found = measure(wanted, path=tmp_path / "table.csv")
+    assert sorted(measured) == sorted(2 * [each.text for each in wanted])
+    assert len(found.rows) == 2
+    assert found.rows == load_table(tmp_path / "table.csv").rows
+    assert all(row.seconds < 100 and row.spread != 0.9 for row in found.rows)
+    # Where half of the time is over, a rough figure is better than none for another.
+    slept = 2.1
+    (rough,) = measure([relu(128, 512)], deadline=4.0).rows
+    assert rough.seconds > 100
 
 
 def test_workspace_is_what_an_operation_asks_for_beside_its_output():
