@@ -15,6 +15,7 @@ squeezed   that plan under a limit 3 % below the budget, without the measured
 timed      plain and planned steps by turns, twice; and once for each network the step
            without recomputation against the plain one, which is what the
            control edges cost
+profiled   what is computed again by that plan and everything else, operation by operation
 elsewhere  the step at twice the batch, priced from what is recorded: measured
            rows, fits from other sizes, rooflines
 validated  recorded operations, predicted from the others
@@ -61,7 +62,9 @@ class Row:
       error: median over runs of predicted / measured - 1; lowest: the least.
       runs: processes that trained; broken: those that did not, or ran out of memory.
       squeezed: how the run under the lower limit ended.
-      overhead_predicted, overhead_measured: fractions, of the plain step's time.
+      overhead_predicted, overhead_measured: fractions, of the plain step's time;
+        overhead_profiled: of the planned step's operations, those that are computed again
+        over the others.
       lowering: seconds of the step without recomputation / plain.
       share_measured, share_fitted, share_roofline: of the step's priced
         seconds; and the same at twice the batch (``..._elsewhere``).
@@ -85,6 +88,7 @@ class Row:
     squeezed: str = ""
     overhead_predicted: float | None = None
     overhead_measured: float | None = None
+    overhead_profiled: float | None = None
     lowering: float | None = None
     share_measured: float | None = None
     share_fitted: float | None = None
@@ -178,6 +182,7 @@ class _Cases:
         row = _with_seconds(
             row,
             by_turns(self.runner.result, task),
+            self.runner.result(replace(task, kind="profiled")),
             self.runner.result(lowering),
         )
         row = _with_shares(row, first, "")
@@ -207,13 +212,17 @@ def _with_peaks(row: Row, results: Sequence[Mapping[str, Any]]) -> Row:
     )
 
 
-def _with_seconds(row: Row, timed: Mapping[str, Any], lowering: Mapping[str, Any]) -> Row:
-    for what, result in (("timed", timed), ("without recomputation", lowering)):
+def _with_seconds(
+    row: Row, timed: Mapping[str, Any], profiled: Mapping[str, Any], lowering: Mapping[str, Any]
+) -> Row:
+    named = {"timed": timed, "profiled": profiled, "without recomputation": lowering}
+    for what, result in named.items():
         if result["status"] != "done":
             row = replace(row, message=f"{row.message}; {what}: {result['message']}".lstrip("; "))
     return replace(
         row,
         overhead_measured=timed["ratio"] - 1 if timed["status"] == "done" else None,
+        overhead_profiled=profiled.get("overhead"),
         lowering=lowering.get("ratio"),
     )
 
@@ -234,9 +243,10 @@ def table(rows: Sequence[Row]) -> str:
     """The rows for people."""
     lines = [
         f"{'':17}{'budget':>12}{'peak, MiB':>20}{'error, %':>15}{'':>6}{'':>13}"
-        f"{'overhead, %':>18}{'lowered':>9}{'compile':>9}\n"
+        f"{'overhead, %':>24}{'lowered':>9}{'compile':>9}\n"
         f"{'':17}{'MiB':>6}{'%':>6}{'predicted':>10}{'measured':>10}{'median':>8}{'least':>7}"
-        f"{'runs':>6}{'3 % less':>13}{'predicted':>10}{'measd':>8}{'/ plain':>9}{'s':>9}"
+        f"{'runs':>6}{'3 % less':>13}{'predicted':>10}{'profd':>7}{'measd':>7}"
+        f"{'/ plain':>9}{'s':>9}"
     ]
     for row in rows:
         lines.append(
@@ -246,7 +256,8 @@ def table(rows: Sequence[Row]) -> str:
             f"{given(row.error, '8.2f', 0.01)}{given(row.lowest, '7.2f', 0.01)}"
             f"{f'{row.runs}/{row.runs + row.broken}':>6}{row.squeezed or '-':>13.13}"
             f"{given(row.overhead_predicted, '10.1f', 0.01)}"
-            f"{given(row.overhead_measured, '8.1f', 0.01)}{given(row.lowering, '9.3f')}"
+            f"{given(row.overhead_profiled, '7.1f', 0.01)}"
+            f"{given(row.overhead_measured, '7.1f', 0.01)}{given(row.lowering, '9.3f')}"
             f"{given(row.compile_seconds, '9.0f')}"
             f"{'' if row.status == 'done' else '  ' + row.status}"
         )
@@ -274,10 +285,26 @@ def verdicts(rows: Sequence[Row]) -> str:
         f"{100 * _ERROR_TARGET:g}: {_verdict(error <= _ERROR_TARGET)}; below the measured by more "
         f"than {100 * _BELOW_TARGET:g} %: {too_low}, target 0: {_verdict(not too_low)}"
     )
-    timed = [row for row in done if None not in (row.overhead_measured, row.lowering)]
+    overheads = [(row.overhead_predicted, row.overhead_measured, row.lowering) for row in done]
+    timed = [
+        (predicted, measured, lowered)
+        for predicted, measured, lowered in overheads
+        if predicted is not None and measured is not None and lowered is not None
+    ]
     if timed:
-        lines.append(f"overhead: {_apart(timed, False)}")
-        lines.append(f"with what the control edges cost, as measured: {_apart(timed, True)}")
+        apart = [abs(measured - predicted) for predicted, measured, _ in timed]
+        lines.append(f"overhead: {_apart(apart)}")
+        apart = [
+            abs(1 + measured - lowered * (1 + predicted)) for predicted, measured, lowered in timed
+        ]
+        lines.append(f"with what the control edges cost, as measured: {_apart(apart)}")
+    profiled = [
+        abs(row.overhead_profiled - row.overhead_predicted)
+        for row in done
+        if row.overhead_profiled is not None and row.overhead_predicted is not None
+    ]
+    if profiled:
+        lines.append(f"recomputation alone, operation by operation: {_apart(profiled)}")
     lowering = {row.model: row.lowering for row in done if row.lowering is not None}
     if lowering:
         worst = max(lowering, key=lowering.__getitem__)
@@ -297,20 +324,8 @@ def verdicts(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _apart(rows: Sequence[Row], lowered: bool) -> str:
-    """How far overheads are from those predicted.
-
-    Args:
-      lowered: whether to predict from the step without recomputation, as it was
-        measured, rather than from the plain one.
-    """
-    apart = []
-    for row in rows:
-        assert row.overhead_measured is not None
-        assert row.overhead_predicted is not None
-        assert row.lowering is not None
-        start = row.lowering if lowered else 1.0
-        apart.append(abs(row.overhead_measured + 1 - start * (1 + row.overhead_predicted)))
+def _apart(apart: Sequence[float]) -> str:
+    """How far overheads are from those predicted."""
     within = sum(each <= _OVERHEAD_TARGET for each in apart)
     return (
         f"within {100 * _OVERHEAD_TARGET:g} points of the predicted: {within} of {len(apart)}, "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +104,21 @@ class Measured:
         """The median of the timed runs."""
         return statistics.median(self.seconds)
 
+    @property
+    def overhead_predicted(self) -> float | None:
+        """Predicted seconds of what is computed again, as a share of all others', of the
+        operations that the profiler saw; None where it saw none."""
+        return self._overhead(lambda op: op.seconds_predicted)
+
+    @property
+    def overhead_measured(self) -> float | None:
+        """The same of the seconds that the profiler saw.
+
+        The plain step's seconds are not in it, which beside a schedule are others in other
+        ways too: it runs several operations at once, and its memory is another.
+        """
+        return self._overhead(lambda op: op.seconds_measured or 0.0)
+
     def to_frame(self) -> pd.DataFrame:
         """The operations, one a row, with the columns of ``Operation``."""
         import pandas as pd
@@ -128,6 +143,12 @@ class Measured:
             f" (median of {len(self.seconds)}, {min(self.seconds):.4f} to "
             f"{max(self.seconds):.4f} s)",
         ]
+        predicted, measured = self.overhead_predicted, self.overhead_measured
+        if predicted is not None and measured is not None:
+            lines.append(
+                f"  {'overhead':10}{100 * predicted:12.1f} %{100 * measured:12.1f} %{'':10}"
+                " (what is computed again, of all other operations' seconds)"
+            )
         return "\n".join([*lines, *self._seconds_by_type(), *self._bytes_that_differ()])
 
     def by_type(self) -> dict[str, tuple[int, float, float]]:
@@ -184,6 +205,11 @@ class Measured:
             raise MeasuredError(
                 f"{path}: not what Measured.save wrote ({type(error).__name__}: {error})"
             ) from None
+
+    def _overhead(self, seconds: Callable[[Operation], float]) -> float | None:
+        seen = [op for op in self.operations if op.seconds_measured is not None]
+        first = sum(seconds(op) for op in seen if not op.again)
+        return sum(seconds(op) for op in seen if op.again) / first if first else None
 
     def _seconds_by_type(self) -> list[str]:
         found = self.by_type()

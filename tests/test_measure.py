@@ -131,10 +131,16 @@ def test_the_summary_names_what_differs(measured: Measured) -> None:
     assert lines[0] == "net on a device, budget 8.00 MiB"
     assert lines[2].split() == "peak 6.00 MiB 7.00 MiB -14.3 %".split()
     assert "0.5000 s      0.6000 s   -16.7 %" in lines[3]
-    assert lines[6].split() == "Conv2D 1 0.3000 s 0.4500 s -33.3 %".split()
-    assert lines[8].startswith("  2 of 3 operations asked for exactly the bytes predicted")
-    assert lines[9].split() == ["predicted", "measured"]
-    assert lines[10].split() == "2.00 MiB 3.00 MiB Conv2D, b".split()
+    assert lines[4].split()[:5] == "overhead 0.0 % 0.0 %".split()  # the copy was not seen
+    assert lines[7].split() == "Conv2D 1 0.3000 s 0.4500 s -33.3 %".split()
+    assert lines[9].startswith("  2 of 3 operations asked for exactly the bytes predicted")
+    assert lines[10].split() == ["predicted", "measured"]
+    assert lines[11].split() == "2.00 MiB 3.00 MiB Conv2D, b".split()
+    seen = replace(measured.operations[2], seconds_measured=0.11)
+    again = replace(measured, operations=(*measured.operations[:2], seen))
+    assert again.overhead_predicted == pytest.approx(0.1 / 0.4)
+    assert again.overhead_measured == pytest.approx(0.11 / 0.55)
+    assert again.summary().splitlines()[4].split()[:5] == "overhead 25.0 % 20.0 %".split()
     elsewhere = replace(measured, priced_for="h200", peak_measured=None)
     assert "; priced for h200" in elsewhere.summary()
     assert "not counted" in elsewhere.summary()

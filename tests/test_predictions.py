@@ -13,15 +13,24 @@ MIB = 2**20
 DONE = Row(
     "UNet", "8 x 8", 0.5, status="done", plain_peak=100 * MIB, budget=50 * MIB, budget_share=0.5,
     predicted=49 * MIB, measured=50 * MIB, error=-0.005, lowest=-0.02, runs=3,
-    squeezed="out of memory", overhead_predicted=0.05, overhead_measured=0.08, lowering=1.01,
-    share_measured=0.9, share_fitted=0.02, share_roofline=0.08,
+    squeezed="out of memory", overhead_predicted=0.05, overhead_measured=0.08,
+    overhead_profiled=0.06, lowering=1.01, share_measured=0.9, share_fitted=0.02,
+    share_roofline=0.08,
 )  # fmt: skip
 
 
 def test_what_missed_is_said() -> None:
     rows = [
         DONE,
-        replace(DONE, model="ViT", lowest=0.0, overhead_measured=0.2, lowering=1.2, broken=1),
+        replace(
+            DONE,
+            model="ViT",
+            lowest=0.0,
+            overhead_measured=0.2,
+            overhead_profiled=0.12,
+            lowering=1.2,
+            broken=1,
+        ),
         Row("Decoder", "8 x 8", 0.35, status="infeasible", message="needs more"),
     ]
     text = table(rows)
@@ -36,6 +45,7 @@ def test_what_missed_is_said() -> None:
     )
     assert "overhead: within 5 points of the predicted: 1 of 2, median 9.0: MISSED" in said
     assert "measured: within 5 points of the predicted: 1 of 2, median 4.0: MISSED" in said
+    assert "by operation: within 5 points of the predicted: 1 of 2, median 4.0: MISSED" in said
     assert "at most 1.200 (ViT), median 1.105, target 1.02: MISSED" in said
     assert "this step: measured 90.0 %, fitted 2.0 %, roofline 8.0 %" in said
     assert verdicts(rows[2:]) == "budgets: 0 of 1 met"
