@@ -16,7 +16,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -294,10 +294,9 @@ def to_frame(table: Table) -> pd.DataFrame:
     """The table as a pandas frame with the columns of the file."""
     import pandas as pd
 
-    records = []
-    for row in table.rows:
-        record = {**asdict(row), "signature": row.signature.text, "op": row.signature.op}
-        records.append(record)
+    records = [
+        {**vars(row), "signature": row.signature.text, "op": row.signature.op} for row in table.rows
+    ]
     frame = pd.DataFrame(records, columns=list(COLUMNS))
     return frame.astype({"workspace_bytes": "Int64"})
 

@@ -279,6 +279,11 @@ def _of_document(document: Any) -> Measured:
     for curve in filter(None, (values["memory_predicted"], measured)):
         for name in ("times", "held"):
             _check({f"{name}[{n}] of a curve": value for n, value in enumerate(curve[name])})
+        if len(curve["times"]) != len(curve["held"]) + 1:
+            raise MeasuredError(
+                f"a curve of {len(curve['held'])} values has {len(curve['times'])} times, not one "
+                "more"
+            )
     return Measured(
         **{
             **values,

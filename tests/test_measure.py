@@ -195,6 +195,10 @@ _ONE_OPERATION = {
             {"memory_predicted": {"label": "predicted", "times": ["soon", 1.0], "held": [1]}},
             "not what Measured.save wrote (TypeError",
         ),
+        (
+            {"memory_predicted": {"label": "predicted", "times": [0.0], "held": [1]}},
+            "a curve of 1 values has 1 times, not one more",
+        ),
         ({"operations": {**_ONE_OPERATION, "type": [5]}}, "type of an operation is 5"),
     ],
 )
