@@ -19,7 +19,7 @@ from tensorflow.core.framework.function_pb2 import FunctionDef
 from .conditionals import CONDITIONALS
 from .loops import LOOPS
 from .memory import creation_events, requests
-from .pieces import CALLS, SHAPES, has_pieces, in_order, name_of, runs
+from .pieces import CALLS, SHAPES, has_pieces, in_order, parted, runs
 from .program import LIST_WRITES, Kind, Op, Program, Tensor, build
 from .trace import Trace, TraceError, branch_bodies, function_graph, imported, loop_bodies
 
@@ -30,8 +30,7 @@ class Inside:
 
     Attributes:
       functions: by name, each as a program of its own, and what its operations run, by
-        their index.  Those with a value whose shape is not known, or with a loop in pieces,
-        are left out.
+        their index.  Those with a value whose shape is not known are left out.
       turns: how often they run (of a conditional, one of them does); None if nothing
         says so before the step runs.
       complete: whether no function is left out.
@@ -49,44 +48,61 @@ class Inside:
 
 def inside(program: Program) -> dict[int, Inside]:
     """What each loop, conditional and call of a program runs, by its index."""
-    return _inside(program, {})[0]
+    return _inside(_Place(program, {}, {}), {})[0]
 
 
 def known_turns(program: Program) -> dict[str, int]:
-    """How many turns loops take that fill lists of open length, by name, where it is known."""
-    if all(op.type != "EmptyTensorList" for op in program.ops):
-        return {}
-    found = inside(program)
-    return {
-        program.ops[index].name: each.turns
-        for index, each in found.items()
-        if each.turns is not None and program.ops[index].type in LOOPS
-    }
+    """How many turns loops take, those inside others included, by name, where it is known and
+    lists of open length are filled."""
+    return _known_turns(program, inside(program)) if _fills_lists(program) else {}
 
 
-_Shape = tuple[int, ...]
+def _known_turns(program: Program, found: Mapping[int, Inside]) -> dict[str, int]:
+    known = {}
+    for index, each in found.items():
+        for function in each.functions.values():
+            known.update(_known_turns(*function))
+        if each.turns is not None and program.ops[index].type in LOOPS:
+            known[program.ops[index].name] = each.turns
+    return known
+
+
+def _fills_lists(program: Program) -> bool:
+    return any(op.type == "EmptyTensorList" for op in program.ops)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What is known of each part of a list: its shape, and what it is a list of, if it is one."""
+
+    shape: tuple[int, ...]
+    parts: _Part | None = None
 
 
 def _inside(
-    program: Program, given: Mapping[str, _Shape]
-) -> tuple[dict[int, Inside], dict[Tensor, _Shape]]:
-    """What operations run, and the shapes of the parts of lists.
+    here: _Place, given: Mapping[str, _Part]
+) -> tuple[dict[int, Inside], dict[Tensor, _Part]]:
+    """What operations run, and the parts of lists.
 
     Args:
-      program: the operations.
-      given: by the name of an argument that is a list, the shape of its parts.
+      here: the operations; their loops are added to it.
+      given: by the name of an argument that is a list, its parts.
     """
+    program = here.program
     library = {function.signature.name: function for function in program.library.library.function}
     found: dict[int, Inside] = {}
-    loops: dict[int, _Loop] = {}
-    parts: dict[Tensor, _Shape] = {}
+    parts: dict[Tensor, _Part] = {}
     for index, op in enumerate(program.ops):
         part = given.get(op.name) if op.kind is Kind.ARGUMENT else _part(program, op, parts)
         if part is not None:
             parts[index, 0] = part
+            if part.parts is not None and op.type == "TensorListPopBack":
+                parts[index, 1] = part.parts
         if op.type not in (*LOOPS, *CONDITIONALS, *CALLS, *library):
             continue
-        functions: dict[str, Program | None] = {}
+        attributes = program.nodes[index].attr
+        condition = attributes["cond"].func.name if op.type in LOOPS else None
+        functions: dict[str, _Place | None] = {}
         read: dict[str, tuple[Program, Mapping[int, Inside]]] = {}
         for name in runs(program.nodes[index]):
             if name not in library or name in functions:
@@ -99,24 +115,32 @@ def _inside(
                 for argument, tensor in zip(names, inputs, strict=True)
                 if tensor in parts
             }
-            body = functions[name] = _function(program, inputs, library[name], lists)
-            if body is not None:
-                within, made = _inside(body, lists)
-                read[name] = (body, within)
-                for number, tensor in enumerate(body.outputs):
-                    if tensor in made and len(body.outputs) == len(op.bytes):
-                        parts[index, number] = made[tensor]
+            try:
+                traced = _traced(program, inputs, library[name], lists)
+                body = build(traced)
+            except TraceError:
+                functions[name] = None
+                continue
+            arguments = {} if name == condition else dict(zip(names, inputs, strict=True))
+            numbers = _numbers_given(here, arguments, body if condition else None)
+            place = functions[name] = _Place(body, {}, numbers)
+            within, made = _inside(place, lists)
+            if _fills_lists(body):
+                body = build(traced, turns=_known_turns(body, within))
+            read[name] = (body, within)
+            for number, tensor in enumerate(body.outputs):
+                if tensor in made and len(body.outputs) == len(op.bytes):
+                    parts[index, number] = made[tensor]
         turns: int | None = 1
-        if op.type in LOOPS:
-            attributes = program.nodes[index].attr
-            condition, body_name = (attributes[key].func.name for key in ("cond", "body"))
-            loops[index] = _Loop(
+        if condition:
+            body_name = attributes["body"].func.name
+            here.loops[index] = _Loop(
                 op.inputs,
                 functions[condition],
                 functions[body_name],
                 (_arguments(library[condition]), _arguments(library[body_name])),
             )
-            turns = _turns(program, loops[index], loops)
+            turns = _turns(here, here.loops[index])
         complete = None not in functions.values()
         found[index] = Inside(read, turns, complete)
     return found, parts
@@ -126,14 +150,14 @@ def _inside(
 _HAND_ON = ("TensorListPopBack", "ZerosLike", "AddN", "TensorListResize")
 
 
-def _part(program: Program, op: Op, parts: Mapping[Tensor, _Shape]) -> _Shape | None:
-    """The shape of the parts of the list that an operation returns, if known."""
+def _part(program: Program, op: Op, parts: Mapping[Tensor, _Part]) -> _Part | None:
+    """The parts of the list that an operation returns, if known."""
     if op.type in LIST_WRITES:
-        source, number = op.inputs[LIST_WRITES[op.type]]
-        return program.ops[source].shapes[number]
+        source, number = written = op.inputs[LIST_WRITES[op.type]]
+        return _Part(program.ops[source].shapes[number], parts.get(written))
     if op.type == "TensorListFromTensor":
         source, number = op.inputs[0]
-        return program.ops[source].shapes[number][1:]
+        return _Part(program.ops[source].shapes[number][1:])
     return parts.get(op.inputs[0]) if op.type in _HAND_ON else None
 
 
@@ -223,25 +247,11 @@ def _taken_from_lists(program: Program, op: Op, body: Program) -> dict[int, int]
     return taken
 
 
-def _function(
-    program: Program,
-    inputs: tuple[Tensor, ...],
-    function: FunctionDef,
-    lists: Mapping[str, _Shape],
-) -> Program | None:
-    if any(node.op == "NextIteration" for node in function.node_def):
-        return None
-    try:
-        return build(_traced(program, inputs, function, lists))
-    except TraceError:
-        return None
-
-
 def _traced(
     program: Program,
     given: tuple[Tensor, ...],
     function: FunctionDef,
-    lists: Mapping[str, _Shape],
+    lists: Mapping[str, _Part],
 ) -> Trace:
     """A function as a step of its own, for the arguments that it is given."""
     external = dict(program.captures)
@@ -278,24 +288,26 @@ def _traced(
     )
 
 
-def _describe_parts(graph_def: graph_pb2.GraphDef, lists: Mapping[str, _Shape]) -> None:
-    """Says what comes out of lists whose parts' shapes are known."""
-    known = dict(lists)
+def _describe_parts(graph_def: graph_pb2.GraphDef, lists: Mapping[str, _Part]) -> None:
+    """Says what comes out of lists whose parts are known."""
+    known = {(name, 0): part for name, part in lists.items()}
     for node in in_order(graph_def):
-        part = known.get(name_of(node.input[0])) if node.input else None
+        part = known.get(parted(node.input[0])) if node.input else None
         if part is None:
             continue
-        results: dict[str, list[_Shape]] = {
-            "TensorListPopBack": [(), part],
-            "TensorListGetItem": [part],
-            "TensorListElementShape": [(len(part),)],
+        results: dict[str, list[tuple[int, ...]]] = {
+            "TensorListPopBack": [(), part.shape],
+            "TensorListGetItem": [part.shape],
+            "TensorListElementShape": [(len(part.shape),)],
         }
         if node.op in results:
             described = node.attr[SHAPES].list.shape
             del described[:]
             described.extend(tf.TensorShape(shape).as_proto() for shape in results[node.op])
         if node.op in (*LIST_WRITES, *_HAND_ON, "Identity"):
-            known[node.name] = part
+            known[node.name, 0] = part
+        if part.parts is not None and node.op == "TensorListPopBack":
+            known[node.name, 1] = part.parts
 
 
 def _arguments(function: FunctionDef) -> list[str]:
@@ -303,6 +315,22 @@ def _arguments(function: FunctionDef) -> list[str]:
 
 
 # --- How many turns a loop takes --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Operations, and what is known of the numbers that they compute before they run.
+
+    Attributes:
+      program: the operations.
+      loops: those that were read so far, by index.
+      numbers: what arguments are, by name, whenever it runs; of a list, what each of its
+        parts is.
+    """
+
+    program: Program
+    loops: dict[int, _Loop]
+    numbers: Mapping[str, Fraction]
 
 
 @dataclass(frozen=True)
@@ -316,25 +344,27 @@ class _Loop:
     """
 
     inputs: tuple[Tensor, ...]
-    condition: Program | None
-    body: Program | None
+    condition: _Place | None
+    body: _Place | None
     names: tuple[Sequence[str], Sequence[str]]
 
 
-def _turns(program: Program, loop: _Loop, loops: Mapping[int, _Loop]) -> int | None:
+def _turns(here: _Place, loop: _Loop) -> int | None:
     """How many turns a loop takes that counts to a limit, if both are known.
 
     So do the loops of Python's ``range``, recurrent layers, and the gradients of these,
-    which take as many turns as the loop forward has counted.  Of several conditions that
-    must all hold, the first to fail ends it.
+    which take as many turns as the loop forward has counted; also inside other loops,
+    where it is as many in each of their turns.  Of several conditions that must all hold,
+    the first to fail ends it.
     """
     if loop.condition is None or loop.body is None:
         return None
     found = []
-    for comparison, *sides in _comparisons(loop.condition, loop.condition.outputs[0]):
+    condition = loop.condition.program
+    for comparison, *sides in _comparisons(condition, condition.outputs[0]):
         if comparison.startswith("Greater"):
             sides.reverse()
-        lines = [_line(program, loop, side, loops) for side in sides]
+        lines = [_line(here, loop, side) for side in sides]
         if None in lines:
             continue
         (lower, rise), (upper, fall) = (line for line in lines if line is not None)
@@ -356,60 +386,89 @@ def _comparisons(condition: Program, tensor: Tensor) -> Iterator[tuple[str, Tens
         yield op.type, left, right
 
 
-def _line(
-    program: Program, loop: _Loop, tensor: Tensor, loops: Mapping[int, _Loop]
-) -> tuple[Fraction, Fraction] | None:
+def _line(here: _Place, loop: _Loop, tensor: Tensor) -> tuple[Fraction, Fraction] | None:
     """A value of a loop's condition before the first turn, and what each turn adds to it."""
     assert loop.condition is not None
-    op = loop.condition.ops[tensor[0]]
+    op = loop.condition.program.ops[tensor[0]]
     if op.kind is not Kind.ARGUMENT:
-        constant = _constant(loop.condition, tensor)
+        constant = _number(loop.condition, tensor)
         return None if constant is None else (constant, Fraction(0))
     slot = loop.names[0].index(op.name)
-    start, step = _number(program, loop.inputs[slot], loops), _step(program, loop, slot, loops)
+    start, step = _number(here, loop.inputs[slot]), _step(here, loop, slot)
     return None if start is None or step is None else (start, step)
 
 
-def _step(program: Program, loop: _Loop, slot: int, loops: Mapping[int, _Loop]) -> Fraction | None:
+def _step(here: _Place, loop: _Loop, slot: int) -> Fraction | None:
     """What each turn adds to a value."""
     assert loop.body is not None
-    ops, names = loop.body.ops, loop.names[1]
-    result = loop.body.outputs[slot]
-    op = ops[result[0]]
+    body, names = loop.body.program, loop.names[1]
+    result = body.outputs[slot]
+    op = body.ops[result[0]]
     if op.name == names[slot]:
         return Fraction(0)
     if op.type not in ("Add", "AddV2", "Sub"):
         return None
     value, added = op.inputs
-    if op.type != "Sub" and ops[value[0]].name != names[slot]:
+    if op.type != "Sub" and body.ops[value[0]].name != names[slot]:
         value, added = added, value
-    if ops[value[0]].name != names[slot]:
+    if body.ops[value[0]].name != names[slot]:
         return None
-    step, source = _constant(loop.body, added), ops[added[0]]
-    if source.kind is Kind.ARGUMENT:  # the same in every turn
-        same = names.index(source.name)
-        if loop.body.outputs[same] == added:
-            step = _number(program, loop.inputs[same], loops)
+    step = _number(loop.body, added)
     return -step if step is not None and op.type == "Sub" else step
 
 
-def _number(program: Program, tensor: Tensor, loops: Mapping[int, _Loop]) -> Fraction | None:
-    """A number that a program computes, if it is known before it runs."""
+def _number(here: _Place, tensor: Tensor) -> Fraction | None:
+    """A number that is known before it is computed; of a list, what each of its parts is."""
     source, slot = tensor
-    loop = loops.get(source)
-    if loop is None:
-        return _constant(program, tensor)
-    turns = _turns(program, loop, loops)
-    if turns is None:
+    op = here.program.ops[source]
+    if source in here.loops:
+        return _number_of_loop(here, here.loops[source], slot)
+    if op.kind is Kind.ARGUMENT:
+        return here.numbers.get(op.name)
+    if op.type == "TensorListPopBack":
+        return _number(here, op.inputs[0])
+    if op.kind is not Kind.CONSTANT or math.prod(op.shapes[0]) != 1:
         return None
-    step = _step(program, loop, slot, loops)
-    start = _number(program, loop.inputs[slot], loops)
+    value = tf.make_ndarray(here.program.nodes[source].attr["value"].tensor).item()
+    return Fraction(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _number_of_loop(here: _Place, loop: _Loop, slot: int) -> Fraction | None:
+    """A number that a loop returns, if it is known before it runs."""
+    turns = _turns(here, loop)
+    if turns is None or loop.body is None:
+        return None
+    first = here.program.ops[loop.inputs[slot][0]]
+    result = loop.body.program.ops[loop.body.program.outputs[slot][0]]
+    if first.type == "EmptyTensorList" and result.type == "TensorListPushBack":
+        filled, added = result.inputs
+        if loop.body.program.ops[filled[0]].name == loop.names[1][slot]:
+            return _number(loop.body, added)
+        return None
+    step, start = _step(here, loop, slot), _number(here, loop.inputs[slot])
     return None if step is None or start is None else start + turns * step
 
 
-def _constant(program: Program, tensor: Tensor) -> Fraction | None:
-    op = program.ops[tensor[0]]
-    if op.kind is not Kind.CONSTANT or math.prod(op.shapes[0]) != 1:
-        return None
-    value = tf.make_ndarray(program.nodes[tensor[0]].attr["value"].tensor).item()
-    return Fraction(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+def _numbers_given(
+    here: _Place, given: Mapping[str, Tensor], repeated: Program | None
+) -> dict[str, Fraction]:
+    """The numbers that a function is given whenever it runs.
+
+    Args:
+      here: what it is called by.
+      given: its arguments, by name.
+      repeated: the function, if it is the body of a loop: what it returns is what it is given
+        in the next turn.
+    """
+    numbers = {}
+    for slot, (name, tensor) in enumerate(given.items()):
+        if repeated is not None:
+            result = repeated.ops[repeated.outputs[slot][0]]
+            while result.type == "TensorListPopBack":
+                result = repeated.ops[result.inputs[0][0]]
+            if result.name != name:
+                continue
+        number = _number(here, tensor)
+        if number is not None:
+            numbers[name] = number
+    return numbers

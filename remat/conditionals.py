@@ -7,6 +7,7 @@ the result of the branch that has run.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -71,8 +72,7 @@ def _rename(graph_def: graph_pb2.GraphDef, old: str, new: str) -> None:
 def make_whole(graph_def: graph_pb2.GraphDef, keep: Iterable[str]) -> graph_pb2.GraphDef:
     """The graph with one ``If`` or ``Case`` for each conditional that is in pieces.
 
-    Its functions are in the graph's library; conditionals inside it stay in
-    pieces.
+    Its functions are in the graph's library; in these those inside it are whole, too.
 
     Args:
       graph_def: without loops in pieces.
@@ -96,8 +96,8 @@ def make_whole(graph_def: graph_pb2.GraphDef, keep: Iterable[str]) -> graph_pb2.
                 whole.node.add().CopyFrom(node)
         elif one.name == node.name:
             branches = pieces.branches(one)
-            pieces.as_one(whole.node.add(name=one.name), one, branches)
-            whole.library.function.extend(branches)
+            pieces.as_one(whole.node.add(name=one.name), one, [first for first, *_ in branches])
+            whole.library.function.extend(itertools.chain(*branches))
     for node in whole.node:
         for slot, reference in enumerate(node.input):
             name, number = parted(reference)
@@ -298,8 +298,8 @@ class _Pieces:
         node = self.nodes[name]
         return parted(node.input[0]) if node.op in _SWITCHES else (name, number)
 
-    def branches(self, one: _Conditional) -> list[FunctionDef]:
-        """The branches as functions of the same arguments."""
+    def branches(self, one: _Conditional) -> list[list[FunctionDef]]:
+        """The branches as functions of the same arguments, each with those that it runs."""
 
         def within(references: Iterable[str]) -> list[str]:
             renamed = []
@@ -337,11 +337,12 @@ class _Pieces:
                     results,
                     targets,
                     one.merges[0].device,
+                    make_whole,
                 )
             )
             if len(results) != len(one.results):
                 raise UnknownFormError(f"{one.name} takes nothing from branch {number}")
-        run = {node.name for function in functions for node in function.node_def}
+        run = {node.name for function in itertools.chain(*functions) for node in function.node_def}
         for name in one.nodes:
             if name not in run and self._acts(name):
                 raise UnknownFormError(f"{name} is in no branch of {one.name}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tensorflow.core.framework import graph_pb2, types_pb2
@@ -12,6 +12,7 @@ from tensorflow.core.framework.function_pb2 import FunctionDef
 from tensorflow.core.framework.node_def_pb2 import NodeDef
 from tensorflow.python.framework import function_def_to_graph
 
+from . import conditionals
 from .pieces import LOWERED, SHAPES, UnknownFormError, acts, as_function, parted, readers
 
 LOOPS = ("While", "StatelessWhile")
@@ -69,7 +70,7 @@ class _Loop:
 
     Attributes:
       name: of its frame.
-      nodes: all that is in the frame, by name; what is in loops inside it, too.
+      nodes: all that is in the frame, by name; loops inside it are whole.
       changing: of each value that changes, its ``Merge``.
       first, next: of each of these, its ``Enter`` and its ``NextIteration``.
       constant: ``Enter`` of each value that does not change.
@@ -112,40 +113,57 @@ class _Loop:
 
 
 def make_whole(graph_def: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
-    """The graph with one ``While`` for each loop in pieces that is not inside another one.
+    """The graph with one ``While`` for each loop in pieces.
 
-    Its functions are in the graph's library.  Loops and conditionals
-    inside it stay in pieces.  Values keep the shapes with which they go in
-    (``keep_shapes`` says whether that is so).
+    Its functions are in the graph's library; in these loops and conditionals are
+    whole, too.  Values keep the shapes with which
+    they go in (``keep_shapes`` says whether that is so).
 
     Raises:
       UnknownFormError: if a loop is not of the form that is expected.
     """
+    whole = graph_pb2.GraphDef()
+    whole.CopyFrom(graph_def)
+    while innermost := _innermost(whole):
+        whole = _with_whole(whole, innermost)
+    return whole
+
+
+def _innermost(graph_def: graph_pb2.GraphDef) -> dict[str, dict[str, NodeDef]]:
+    """The nodes of the loops in pieces that are inside the most others, by name."""
     places = frames(graph_def)
-    inside: dict[str, dict[str, NodeDef]] = {}
+    depth = max(map(len, places.values()), default=0)
+    found: dict[str, dict[str, NodeDef]] = {}
     for node in graph_def.node:
-        if places[node.name]:
-            inside.setdefault(places[node.name][0], {})[node.name] = node
-    loops = [_loop(name, nodes, places) for name, nodes in inside.items()]
+        if depth and len(places[node.name]) == depth:
+            found.setdefault(places[node.name][-1], {})[node.name] = node
+    return found
+
+
+def _with_whole(
+    graph_def: graph_pb2.GraphDef, inside: Mapping[str, dict[str, NodeDef]]
+) -> graph_pb2.GraphDef:
+    """The graph with one ``While`` for each of some loops, given with the nodes of each."""
+    loops = [_loop(name, nodes) for name, nodes in inside.items()]
     functions = [_functions(loop, graph_def) for loop in loops]
     whole = graph_pb2.GraphDef(library=graph_def.library, versions=graph_def.versions)
-    whole.node.extend(node for node in graph_def.node if not places[node.name])
+    pieces = {name for nodes in inside.values() for name in nodes}
+    whole.node.extend(node for node in graph_def.node if node.name not in pieces)
     results: dict[str, tuple[str, int]] = {}
     for loop, both in zip(loops, functions, strict=True):
-        _as_while(whole.node.add(name=loop.name), loop, *both)
-        whole.library.function.extend(both)
+        # What was around the loop is named after it, and so would be what the runtime puts
+        # around it when it breaks it into pieces again.
+        name = f"{loop.name}/whole"
+        _as_while(whole.node.add(name=name), loop, *(first for first, *_ in both))
+        whole.library.function.extend(itertools.chain(*both))
         for node in loop.nodes.values():
-            if node.op == "Exit" and places[node.name] == (loop.name,):
-                results[node.name] = loop.name, _number(loop, node)
-    # Where all results of a loop were read at once, this had the loop's name.
-    names = {node.name: f"{node.name}/results" for node in whole.node if node.name in inside}
+            if node.op == "Exit":
+                results[node.name] = name, _number(loop, node)
     for node in whole.node:
-        if node.op not in LOOPS:
-            node.name = names.get(node.name, node.name)
         for slot, reference in enumerate(node.input):
             source, number = parted(reference)
-            if source in results or source in names:
-                name, result = results.get(source) or (names[source], number)
+            if source in results:
+                name, result = results[source]
                 node.input[slot] = f"{name}:{result}" if number >= 0 else f"^{name}"
     return whole
 
@@ -175,9 +193,9 @@ def frames(graph_def: graph_pb2.GraphDef) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _loop(name: str, nodes: dict[str, NodeDef], places: dict[str, tuple[str, ...]]) -> _Loop:
+def _loop(name: str, nodes: dict[str, NodeDef]) -> _Loop:
     """Finds the parts of a loop."""
-    own = [node for node in nodes.values() if places[node.name] == (name,)]
+    own = nodes.values()
     changing, first, following = [], [], []
     for merge in own:
         if merge.op != "Merge":
@@ -216,8 +234,11 @@ def _number(loop: _Loop, node: NodeDef) -> int:
     raise UnknownFormError(f"{node.name} is not a value of the loop {loop.name}")
 
 
-def _functions(loop: _Loop, graph_def: graph_pb2.GraphDef) -> tuple[FunctionDef, FunctionDef]:
-    """A loop's condition and its body, functions of the same arguments."""
+def _functions(
+    loop: _Loop, graph_def: graph_pb2.GraphDef
+) -> tuple[list[FunctionDef], list[FunctionDef]]:
+    """A loop's condition and its body, functions of the same arguments, each with those that it
+    runs."""
     condition = _function(loop, graph_def, "condition", [loop.condition.input[0]], [])
     results = [node.input[0] for node in loop.next]
     results += [f"{enter.name}:0" for enter in loop.constant]
@@ -225,7 +246,10 @@ def _functions(loop: _Loop, graph_def: graph_pb2.GraphDef) -> tuple[FunctionDef,
     ends = [parted(reference)[0] for node in loop.next for reference in node.input[1:]]
     targets = [name for name in dict.fromkeys(ends) if name not in seams]
     body = _function(loop, graph_def, "body", results, targets)
-    tested, computed = ({node.name for node in one.node_def} for one in (condition, body))
+    tested, computed = (
+        {node.name for function in functions for node in function.node_def}
+        for functions in (condition, body)
+    )
     for node in loop.nodes.values():
         if node.op == "Exit" or node.name in seams or not acts(node, graph_def):
             continue
@@ -240,13 +264,21 @@ def _function(
     kind: str,
     results: Sequence[str],
     targets: Sequence[str],
-) -> FunctionDef:
+) -> list[FunctionDef]:
     """A function of what some tensors in a loop need, and of nodes that are to run as well."""
     arguments = [(parted(enter.input[0])[0], enter.attr["T"].type) for enter in loop.entered]
     device = loop.first[0].device
     name = f"{loop.name}_{kind}"
     return as_function(
-        name, graph_def, loop.nodes, arguments, loop.within, results, targets, device
+        name,
+        graph_def,
+        loop.nodes,
+        arguments,
+        loop.within,
+        results,
+        targets,
+        device,
+        conditionals.make_whole,
     )
 
 

@@ -139,13 +139,15 @@ def _returned(operation: tf.Operation, library: Mapping[str, FunctionDef]) -> li
         largest = _largest(graph, graph_def)
         results = [graph.get_tensor_by_name(tensor.name) for tensor in body.results]
         found.append([largest.get(tensor.name, _known(tensor)) for tensor in results])
+    shapes = [*zip(*found, strict=True)]
+    if all(None not in each and len(set(map(len, each))) == 1 for each in shapes):
+        return [tuple(map(max, *each)) for each in shapes]
     # A branch that is not understood adds rows, as with sparse gradients: all that it reads.
+    # What is returned beside them (their indices) has as many.
     rows = (sum(tensor.shape[0] for tensor in operation.inputs if tensor.shape.rank),)
     return [
-        tuple(map(max, *shapes))
-        if None not in shapes and len(set(map(len, shapes))) == 1
-        else _with(tensor.shape, rows)
-        for tensor, *shapes in zip(operation.outputs, *found, strict=True)
+        _with(tensor.shape, rows) if _is_open(tensor) else tuple(tensor.shape)
+        for tensor in operation.outputs
     ]
 
 

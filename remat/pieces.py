@@ -12,6 +12,7 @@ operations that are left.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -28,6 +29,7 @@ SHAPES = "_output_shapes"
 # Only Python knows the shapes of what these return, and Grappler forgets them.
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 UNINFERABLE = ("EagerPyFunc", "PyFunc", *CALLS)
+MakeWhole = Callable[[graph_pb2.GraphDef, Sequence[str]], graph_pb2.GraphDef]
 _HANDLE = {"_handle_dtypes", "_handle_shapes"}
 
 
@@ -119,7 +121,8 @@ def as_function(
     results: Iterable[str],
     targets: Collection[str],
     device: str,
-) -> FunctionDef:
+    make_whole: MakeWhole | None = None,
+) -> list[FunctionDef]:
     """A function of what some tensors in a graph need, and of nodes that are to run as well.
 
     Args:
@@ -132,6 +135,11 @@ def as_function(
       results: the tensors.
       targets: the names of the nodes.
       device: where everything is that does not say otherwise.
+      make_whole: ``conditionals.make_whole``, for those in the function; without it, or where
+        one is not of the form that it expects, they stay in pieces.
+
+    Returns:
+      The function, and then the branches of what was made whole in it.
     """
     part = graph_pb2.GraphDef(library=graph_def.library, versions=graph_def.versions)
     sources = {node.name: node for node in graph_def.node}
@@ -157,9 +165,11 @@ def as_function(
         del node.input[:]
         node.input.extend(within(inside[found].input))
         waiting += node.input
-    graph = tf.Graph()
-    with graph.as_default():
-        tf.graph_util.import_graph_def(part, name="")
+    graph = _imported(part)
+    if make_whole is not None:
+        with contextlib.suppress(UnknownFormError):
+            part, results, targets = _with_whole(part, graph, results, targets, make_whole)
+            graph = _imported(part)
     tensor = graph.get_tensor_by_name
     made = graph_to_function_def.graph_to_function_def(
         graph,
@@ -174,4 +184,39 @@ def as_function(
     for target in targets:
         made.signature.control_output.append(target)
         made.control_ret[target] = target
-    return made
+    return [made, *part.library.function[len(graph_def.library.function) :]]
+
+
+def _imported(part: graph_pb2.GraphDef) -> tf.Graph:
+    graph = tf.Graph()
+    with graph.as_default():
+        tf.graph_util.import_graph_def(part, name="")
+    return graph
+
+
+def _with_whole(
+    part: graph_pb2.GraphDef,
+    graph: tf.Graph,
+    results: Sequence[str],
+    targets: Iterable[str],
+    make_whole: MakeWhole,
+) -> tuple[graph_pb2.GraphDef, list[str], list[str]]:
+    """A graph with whole conditionals, and how its results and targets are called in it."""
+    read = graph_pb2.GraphDef()
+    read.CopyFrom(part)
+    for number, result in enumerate(results):
+        node = read.node.add(name=f"result_{number}", op="Identity", input=[result])
+        tensor = graph.get_tensor_by_name("{}:{}".format(*parted(result)))
+        node.attr["T"].type = tensor.dtype.as_datatype_enum
+    read.node.extend(
+        NodeDef(name=f"end_{number}", op="NoOp", input=[f"^{target}"])
+        for number, target in enumerate(targets)
+    )
+    ends = [node.name for node in read.node[len(part.node) :]]
+    whole = make_whole(read, ends)
+    found = {node.name: node.input[0] for node in whole.node if node.name in ends}
+    kept = [node for node in whole.node if node.name not in found]
+    del whole.node[:]
+    whole.node.extend(kept)
+    named = [found[name] for name in ends]
+    return whole, named[: len(results)], [*dict.fromkeys(map(name_of, named[len(results) :]))]

@@ -523,11 +523,11 @@ def build(trace: Trace, *, turns: Mapping[str, int] | None = None, fold: bool = 
         if operation.type in _OPTIONALS:
             kept.passed[0] = sizes[0] = 0
         if name in trace.branches:
-            kept = _kept_by_branches(trace.branches[name])
+            kept = _kept_by_branches(trace.branches[name], turns or {})
         if operation.type in LOOPS:
             for number, tensor in enumerate(operation.inputs):
                 listed[len(ops), number] = listed.get(values[tensor.name], 0)
-            kept = _kept(operation, trace.bodies[operation.name], (turns or {}).get(name))
+            kept = _kept(operation, trace.bodies[operation.name], turns or {})
             listed |= {(len(ops), number): size for number, size in kept.listed.items()}
         for number, size in kept.bytes.items():
             sizes[number] = size
@@ -727,7 +727,7 @@ class _Kept:
     listed: dict[int, int] = field(default_factory=dict)
 
 
-def _kept(loop: tf.Operation, body: Body, turns: int | None) -> _Kept:
+def _kept(loop: tf.Operation, body: Body, turns: Mapping[str, int]) -> _Kept:
     """What a loop keeps of each of its turns, for its gradient or its result.
 
     Lists count where their length and the shape of what goes in are known.  Several may
@@ -736,7 +736,7 @@ def _kept(loop: tf.Operation, body: Body, turns: int | None) -> _Kept:
     Args:
       loop: the loop.
       body: its body.
-      turns: that it takes, if known.
+      turns: that it and the loops inside it take, by name, as far as they are known.
     """
     arguments = {argument.name: number for number, argument in enumerate(body.arguments)}
     results = [_source(result) for result in body.results]
@@ -753,14 +753,14 @@ def _kept(loop: tf.Operation, body: Body, turns: int | None) -> _Kept:
             continue
         length = tensor_util.constant_value(before.op.inputs[_LISTS[before.op.type]])
         if after.op.type == "TensorListPushBack" and (length is None or length < 0):
-            length = turns
+            length = turns.get(loop.name)
         item = _source(after.op.inputs[LIST_WRITES[after.op.type]])
         began = arguments.get(item.name)
         item = item if began is None else results[began]  # of the turn before
         shape = _shape(item)
         if length is None or length < 0 or shape is None:
             continue
-        size = _bytes(item, shape)
+        size = _held(item, body, turns)
         kept.listed[number] = int(length) * size
         whole = None
         if item.op.type == "TensorListGetItem":
@@ -786,8 +786,32 @@ def _kept(loop: tf.Operation, body: Body, turns: int | None) -> _Kept:
     return kept
 
 
-def _kept_by_branches(branches: Sequence[Body]) -> _Kept:
-    """What a conditional keeps for its gradient, of the branch that keeps most."""
+def _held(value: tf.Tensor, body: Body, turns: Mapping[str, int]) -> int:
+    """Bytes of a value in the body of a loop or a branch.
+
+    Of what a loop or a conditional in it has kept, what no other value holds; of an optional,
+    what it holds of the values before the conditional, too.
+    """
+    name, number = value.op.name, value.value_index
+    if value.dtype != tf.variant:
+        return _bytes(value, _shape(value) or ())
+    if name in body.bodies:
+        kept = _kept(value.op, body.bodies[name], turns)
+        return kept.listed[number] if kept.bytes.get(number) else 0
+    if name in body.branches:
+        kept = _kept_by_branches(body.branches[name], turns)
+        before = [_source(value.op.inputs[slot]) for output, slot in kept.keeps if output == number]
+        return kept.bytes.get(number, 0) + sum(_held(each, body, turns) for each in before)
+    return 0
+
+
+def _kept_by_branches(branches: Sequence[Body], turns: Mapping[str, int]) -> _Kept:
+    """What a conditional keeps for its gradient, of the branch that keeps most.
+
+    Args:
+      branches: its branches.
+      turns: that loops inside them take, as ``_kept`` takes them.
+    """
     most = _Kept()
     for body in branches:
         kept = _Kept()
@@ -808,7 +832,8 @@ def _kept_by_branches(branches: Sequence[Body]) -> _Kept:
                     kept.shares.append((number, owners[value.name]))
                 elif shape is not None and value.op.type not in ("Const", "ReadVariableOp"):
                     owners[value.name] = number
-                    kept.bytes[number] = kept.bytes.get(number, 0) + _bytes(value, shape)
+                    size = _held(value, body, turns)
+                    kept.bytes[number] = kept.bytes.get(number, 0) + size
         if sum(kept.bytes.values()) >= sum(most.bytes.values()):
             most = kept
     return most

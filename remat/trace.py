@@ -61,11 +61,14 @@ class Body:
     Attributes:
       graph: the operations.
       arguments, results: tensors of it.
+      bodies, branches: of its loops and conditionals, as ``Trace`` has them.
     """
 
     graph: tf.Graph
     arguments: list[tf.Tensor]
     results: list[tf.Tensor]
+    bodies: Mapping[str, Body]
+    branches: Mapping[str, Sequence[Body]]
 
 
 @dataclass(frozen=True)
@@ -163,9 +166,10 @@ def trace(
         raise TraceError("the step returns no tensor and changes no variable: nothing to plan")
     with source.as_default():  # which knows the functions
         pieces, optimised, shared = _grappler(graph_def, results, [*inputs, *targets], generators)
+    bodies_of = (function.node_def for function in optimised.library.function)
     compiled = {
         node.attr["f"].func.name
-        for node in optimised.node
+        for node in itertools.chain(optimised.node, *bodies_of)
         if "_XlaMustCompile" in node.attr and node.attr["_XlaMustCompile"].b
     }
     if compiled:
@@ -431,6 +435,8 @@ def body_of(
         graph,
         [graph.get_tensor_by_name(f"{one.name}:0") for one in function.signature.input_arg],
         [graph.get_tensor_by_name(names[result]) for result in results],
+        loop_bodies(graph, graph_def),
+        branch_bodies(graph, graph_def),
     )
 
 

@@ -75,7 +75,7 @@ def unfed(graph_def: graph_pb2.GraphDef, arguments: Sequence[str]) -> Unfed:
             for reference, (name, _) in zip(references, map(parted, references), strict=True)
         ]
 
-    function = as_function(
+    (function,) = as_function(
         f"remat_unfed_{next(_numbers)}",
         graph_def,
         nodes,
