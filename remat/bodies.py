@@ -58,13 +58,19 @@ def known_turns(program: Program) -> dict[str, int]:
 
 
 def _known_turns(program: Program, found: Mapping[int, Inside]) -> dict[str, int]:
-    known = {}
+    known: dict[str, set[int]] = {}
+    for name, turns in _all_turns(program, found):
+        known.setdefault(name, set()).add(turns)
+    # A function that is called twice may have loops of one name and of different lengths.
+    return {name: turns.pop() for name, turns in known.items() if len(turns) == 1}
+
+
+def _all_turns(program: Program, found: Mapping[int, Inside]) -> Iterator[tuple[str, int]]:
     for index, each in found.items():
         for function in each.functions.values():
-            known.update(_known_turns(*function))
+            yield from _all_turns(*function)
         if each.turns is not None and program.ops[index].type in LOOPS:
-            known[program.ops[index].name] = each.turns
-    return known
+            yield program.ops[index].name, each.turns
 
 
 def _fills_lists(program: Program) -> bool:
