@@ -789,20 +789,22 @@ def _kept(loop: tf.Operation, body: Body, turns: Mapping[str, int]) -> _Kept:
 def _held(value: tf.Tensor, body: Body, turns: Mapping[str, int]) -> int:
     """Bytes of a value in the body of a loop or a branch.
 
-    Of what a loop or a conditional in it has kept, what no other value holds; of an optional,
-    what it holds of the values before the conditional, too.
+    Of what a loop or a conditional in it has kept, what no other value of these holds; what
+    they were given and keep counts, too.
     """
     name, number = value.op.name, value.value_index
     if value.dtype != tf.variant:
         return _bytes(value, _shape(value) or ())
     if name in body.bodies:
         kept = _kept(value.op, body.bodies[name], turns)
-        return kept.listed[number] if kept.bytes.get(number) else 0
-    if name in body.branches:
+        if kept.bytes.get(number):
+            return kept.listed[number]
+    elif name in body.branches:
         kept = _kept_by_branches(body.branches[name], turns)
-        before = [_source(value.op.inputs[slot]) for output, slot in kept.keeps if output == number]
-        return kept.bytes.get(number, 0) + sum(_held(each, body, turns) for each in before)
-    return 0
+    else:
+        return 0
+    before = [_source(value.op.inputs[slot]) for output, slot in kept.keeps if output == number]
+    return kept.bytes.get(number, 0) + sum(_held(each, body, turns) for each in before)
 
 
 def _kept_by_branches(branches: Sequence[Body], turns: Mapping[str, int]) -> _Kept:

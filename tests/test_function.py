@@ -421,8 +421,8 @@ answer(same=same(plain, kept), peak=peak, budget=int(1.2 * plain_peak),
     )
     assert found["same"]
     assert found["peak"] <= found["budget"]
-    # The allocator places what loops hold inside, as it comes.
-    assert found["predicted"] == pytest.approx(found["peak"], rel=0.15)
+    # The allocator places what loops hold inside, as it comes; of branches the largest counts.
+    assert 0.9 * found["peak"] <= found["predicted"] <= 1.2 * found["peak"]
     assert any("While" in said for said in found["said"]) == (not counted)
 
 
